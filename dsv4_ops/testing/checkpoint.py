@@ -155,8 +155,8 @@ def write_checkpoint(
         family: "instruct": FP4 experts, E8M0 scales. "base": FP8 experts, and float32 scales that
             are powers of two.
         weights: Weights in any floating dtype, for example of a trained model, by their names in
-            the files. They are quantised, or rounded to the dtype in the files. All other weights
-            are random.
+            the files. These weights are quantised, or rounded to the dtype in the files. All other
+            weights are random.
 
     Returns:
         ``path``.

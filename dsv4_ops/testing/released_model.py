@@ -1,8 +1,8 @@
 """Build DeepSeek-V4 of any size in the released precision, with random weights, on the device.
 
 The build reads and writes no checkpoint, and no temporary allocation exceeds one weight. The 43
-layers of Flash take 145 GiB, which is the size of their codes and scales. A GPU builds them in
-seconds.
+layers of Flash take 145 GiB, which is the size of their codes and scales. A GPU builds these layers
+in seconds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def released_model(
 def split_over(ranks: int, *, heads: bool = True, experts: str = "whole") -> Any:
     """Return Hugging Face's ``DistributedConfig`` that splits a released DeepSeek-V4 over ranks.
 
-    The indexer is whole on every rank: its weights are few, and its queries need not be gathered.
+    The indexer is whole on every rank: the indexer has few weights, and ranks need not gather the
+    indexer's queries.
 
     Args:
         ranks: Number of processes.

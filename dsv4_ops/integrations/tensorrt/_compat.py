@@ -1,7 +1,7 @@
-"""Undocumented names of torch-tensorrt. Only this file imports them.
+"""Undocumented names of torch-tensorrt. Only this file imports these names.
 
-The comment after a name says which releases have it. We ran release 2.13, and read the source of
-the other releases.
+The comment after a name says which releases have the name. We ran release 2.13, and read the source
+of the other releases.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dsv4_ops.integrations.tensorrt import _compat, passes
 def enable() -> None:
     """Let torch-tensorrt compile graphs that write to caches.
 
-    This imports torch-tensorrt. Afterwards, ``torch_tensorrt.compile(ir="dynamo")`` and
+    This function imports torch-tensorrt. Afterwards, ``torch_tensorrt.compile(ir="dynamo")`` and
     ``torch_tensorrt.dynamo.compile`` keep writes to inputs and buffers, and the ops of this package
     write in place. ``torch.compile(backend="torch_tensorrt")`` uses AOTAutograd to trace graphs in
     which such an op writes. All ops of this package run in PyTorch segments between the engines. A

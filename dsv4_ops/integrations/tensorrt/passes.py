@@ -107,7 +107,7 @@ class _Writes:
             users = dict.fromkeys(_readers(base))
             late = [user for user in users if order[user] > order[node]]
             if base not in self.root or any(_reads(user, base, users) for user in late):
-                return  # not an input, or a later node reads its old values
+                return  # not an input, or a later node reads the old values
             before |= dict.fromkeys(user for user in users if order[user] < order[node])
         kwargs |= {name: bases[place] for name, place in zip(names, places, strict=True)}
         kwargs["after"] = [found for user in before if (found := self._made(user)) is not None]
@@ -191,6 +191,6 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _reads(user: Node, base: Node, readers: Container[Node]) -> bool:
     """Whether ``user``, which uses ``base`` or a view of ``base``, reads the values. A copy into
-    ``base`` reads them only if its source is ``base`` or one of ``readers``."""
+    ``base`` reads the values only if the source of the copy is ``base`` or one of ``readers``."""
     copies = user.target is _COPY and user.args[0] is base
     return not copies or user.args[1] is base or user.args[1] in readers

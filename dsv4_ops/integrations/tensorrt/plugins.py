@@ -2,7 +2,7 @@
 
 Experimental: the authors built no engine with a plugin (docs/tensorrt.md). torch-tensorrt's
 ``generate_plugin`` does not fit: it calls fakes with float32 tensors, and gives outputs the dtype
-of the first input. Its ``generate_plugin_converter`` drops keyword arguments.
+of the first input. torch-tensorrt's ``generate_plugin_converter`` drops keyword arguments.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def _convert(op: str, ctx: Any, target: Any, args: Any, kwargs: Any, name: str) 
 
 
 def _register(plugin: Any, name: str, capability: int) -> None:
-    """Register a plugin's two functions with TensorRT; their signatures list its arguments."""
+    """Register a plugin's two functions with TensorRT. The signatures of both functions list the
+    arguments of the plugin."""
     spec, tensor = _PLUGINS[name], plugin.TensorDesc
     count = len(spec.inputs)
 

@@ -63,19 +63,19 @@ def patch(
 
     A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
     ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``, without kernels from Hugging Face's hub.
-    ``patch`` reads all codes and scales once on their device. It refuses NaN and infinities, and
-    scales that are missing, transposed or negative. Experts in bfloat16 on a GPU run ``experts``
-    too, unless a gradient is needed, ``set_experts_implementation`` chose another implementation,
-    or the mean number of rows per expert exceeds 256.
+    ``patch`` reads all codes and scales once on their device. ``patch`` refuses NaN and infinities,
+    and scales that are missing, transposed or negative. Experts in bfloat16 on a GPU run
+    ``experts`` too, unless a gradient is needed, ``set_experts_implementation`` chose another
+    implementation, or the mean number of rows per expert exceeds 256.
 
     Args:
         model: The model, which ``patch`` changes.
-        kv: How the cache stores keys: "fp8", "bf16" or "fp32". "fp8" takes 584 bytes per row for
-            V4 (FlashMLA's layout), and 576 bytes per row with one scale per layer for V3 and V2.
-            V3 and V2 have "ds_fp8" too: 656 bytes per row with four scales. V3.2 and GLM-5 call
-            that layout "fp8"; their indexer keys are in FP8 unless ``kv`` is "fp32".
-        precision: "serve" follows DeepSeek's official code where Hugging Face differs from it,
-            "reference" follows Hugging Face; or a ``Recipe``.
+        kv: How the cache stores keys: "fp8", "bf16" or "fp32". "fp8" takes 584 bytes per row for V4
+            (FlashMLA's layout), and 576 bytes per row with one scale per layer for V3 and V2. V3
+            and V2 have "ds_fp8" too: 656 bytes per row with four scales. V3.2 and GLM-5 call that
+            layout "fp8"; indexer keys are in FP8 unless ``kv`` is "fp32".
+        precision: "serve" follows DeepSeek's official code where Hugging Face differs from the
+            official code, "reference" follows Hugging Face; or a ``Recipe``.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),
             "flash_mla" or "deep_gemm" (where the library has the op), "reference", or "auto" (the
             fastest on this device). If a library needs a schedule, each step builds the schedule
@@ -83,10 +83,11 @@ def patch(
         batch_invariant: Whether a request's attention is bit-identical in every batch.
         plan: Whether decode steps of V4 build a split-KV schedule for their C128 layers
             (``build_attention_step``). The schedule saves time if the lengths of the requests
-            differ. If the lengths are nearly equal, it costs 5 us per step and up to 9 us per C128
-            layer (256 tokens, 128 heads; 2 us for up to 64 tokens and 64 heads). Steps build no
-            schedule with ``batch_invariant``, with impl "flash_mla" or "reference", or with more
-            than 16383 tokens. For export, limit the token dimension to 16383, or pass False.
+            differ. If the lengths are nearly equal, the schedule costs 5 us per step and up to 9 us
+            per C128 layer (256 tokens, 128 heads; 2 us for up to 64 tokens and 64 heads). Steps
+            build no schedule with ``batch_invariant``, with impl "flash_mla" or "reference", or
+            with more than 16383 tokens. For export, limit the token dimension to 16383, or pass
+            False.
         parallel: Ranks that share the cache of every request (context parallelism). Each rank
             stores a part of the rows, and all ranks run the same steps. If Hugging Face's tensor
             parallelism split the heads over the same ranks, each rank gathers all queries and keeps

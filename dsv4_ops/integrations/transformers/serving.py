@@ -95,7 +95,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
     """An OpenAI server of one model.
 
     Args:
-        path: Folder or name of the model and its tokenizer.
+        path: Folder or name of the model and of the tokenizer.
         host: Address to listen at.
         port: Port to listen at; 0 takes a free port.
         quantized: Whether ``load_quantized`` loads the model; ``path`` must then be a folder.

@@ -38,7 +38,7 @@ def patch_settings(vllm_config: Any) -> dict[str, Any]:
 
 
 def compile_backend(vllm_config: Any) -> str | None:
-    """Return the backend of ``torch.compile`` for the layers; None runs them eagerly.
+    """Return the backend of ``torch.compile`` for the layers; None runs the layers eagerly.
 
     vLLM's compilation mode decides, as for vLLM's own models. With ``--enforce-eager`` or ``-O0``,
     the mode is NONE.

@@ -112,7 +112,8 @@ def _part(function: Callable[..., Any], args: tuple[Any, ...], rest: dict[str, A
 
 
 def _with_views(value: Any) -> Any:
-    """Make the caches of a layer's context in the graph; return any other argument as it is."""
+    """Make the caches of a layer's context in the graph; return any other argument without a
+    change."""
     if isinstance(value, LayerContext):
         return replace(value, caches=value.caches.caches())
     return value

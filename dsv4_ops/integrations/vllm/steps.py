@@ -304,7 +304,7 @@ class EngineSteps:
         max_model_len: Maximum tokens of a request.
         decode_tokens: Maximum tokens of a request in a decode step, including drafts.
         backend: Backend of ``torch.compile`` for the metadata, each kind of layer and the norm, as
-            in ``compile_step(mode="regional", dynamic=True)``; None runs all of them eagerly.
+            in ``compile_step(mode="regional", dynamic=True)``; None runs all parts eagerly.
         most_drafted: Maximum tokens of a step if a draft layer reads the streams of tokens
             (``run_streams``), or else 0.
     """
@@ -414,7 +414,7 @@ class EngineSteps:
 
     @torch.inference_mode()
     def draft(self, tokens: Tensor, streams: Tensor, group: GroupTensors) -> Tensor:
-        """Run the draft layer on the streams of tokens and the tokens that follow them.
+        """Run the draft layer on the streams of tokens and the tokens that follow.
 
         ``streams`` and the result are [num_tokens, values of a token].
         """

@@ -73,9 +73,9 @@ save_compressor_states = OpTesting(
 
 FP32_UNIT, FP8_UNIT = 2.0**-24, 2.0**-4
 ROUNDINGS = 8
-"""Number of float32 roundings from the states to a row, each relative to the row. They are in the
-exponential (two, because its argument is rounded too), the product, the sums, the quotient, the
-root, the norm (two products) and the rotation."""
+"""Number of float32 roundings from the states to a row, each relative to the row. The roundings are
+in the exponential (two, because its argument is rounded too), the product, the sums, the quotient,
+the root, the norm (two products) and the rotation."""
 
 
 def _settings(ratio: int, overlap: bool, layout: str, *sizes: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dsv4_ops.testing.strategies.draw import Draw
 GREEDY, SAMPLED, SHARP = ({"temperature": value} for value in (0.0, 1.0, 0.5))
 
 _P = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
-"""The model's probabilities at a draft, and at the token after it."""
+"""The model's probabilities at a draft, and at the token after the draft."""
 
 
 def _cases() -> list[Case]:

@@ -152,7 +152,7 @@ def _experts_cases() -> list[Case]:
 def expert_weights(
     seed: torch.Generator, num_experts: int, width: int, size: int, bits: int, ue8m0: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Sample gate_up, its scale, down and its scale, for weights of ``bits`` bits."""
+    """Sample gate_up and down, each with a scale, for weights of ``bits`` bits."""
     if bits == 16:
         shapes = (num_experts, 2 * size, width), (num_experts, width, size)
         gate_up, down = (torch.randn(shape, generator=seed).to(torch.bfloat16) for shape in shapes)

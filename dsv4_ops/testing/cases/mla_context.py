@@ -232,7 +232,7 @@ def _prefill_cases() -> list[Case]:
     several = ragged_prefill(seed, [(3, 7), (270, 300), (0, 5), (130, 129)], sizes=(1, 16, 16, 16))
     return [
         Case(
-            # token 0 has key 0, token 1 has none, token 2 is padding; no token has key 1
+            # token 0 has key 0, token 1 has no key, token 2 is padding; no token has key 1
             "one key, none, padding",
             (*tensors, i32([0, 1, 2]), i32([0, 1, 1])),
             whole,

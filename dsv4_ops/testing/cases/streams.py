@@ -111,7 +111,7 @@ def _hyper_connection_precise(
         (gate * (4 * FP32_UNIT + of_pre))[..., None] * values.abs()
         + ((gate + eps)[..., None] * flipped)
     ).sum(1)
-    # the collapsed stream is rounded before its norm, to either of two neighbours
+    # the collapsed stream is rounded before the norm, to either of two neighbours
     rounded = collapsed.to(torch.bfloat16).double()
     scaled = torch.rsqrt(rounded.square().mean(1, keepdim=True) + norm_eps) * norm_weight
     x = rounded * scaled

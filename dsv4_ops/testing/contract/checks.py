@@ -1,7 +1,7 @@
 """Checks that every op of the registry must pass.
 
 Each ``check_*`` raises AssertionError with the name of the op and the difference.
-``assert_contract`` runs all checks; on a GPU it also checks the capture in a CUDA graph.
+``assert_contract`` runs all checks; the check of the capture in a CUDA graph runs only on a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def assert_contract(
         package: Whether to also build and run an AOTInductor package, which takes ten seconds.
 
     Raises:
-        AssertionError: a promise is broken; the message names it.
+        AssertionError: the op breaks a promise; the message names the promise.
         ValueError: no op has that name.
     """
     if op not in OPS:
@@ -143,7 +143,7 @@ def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
 
 
 def _has_nan(outcome: Results) -> bool:
-    """Whether opcheck cannot check AOT dispatch, because it treats NaN as unequal to NaN."""
+    """Whether opcheck cannot check AOT dispatch, because opcheck treats NaN as unequal to NaN."""
     return any(bool(each.isnan().any()) for each in outcome if each.is_floating_point())
 
 

@@ -87,7 +87,8 @@ def exact_mla_sparse(
 
 def _product(left: Tensor, right: Tensor, equation: str) -> tuple[Tensor, Tensor]:
     """Compute a product in float64, and the scale of its errors. The errors of a float32 sum
-    accumulate like a random walk; in half precision, the rounding of the result hides them."""
+    accumulate like a random walk; in half precision, the rounding of the result hides these
+    errors."""
     size = torch.einsum(equation, left.double().abs(), right.double().abs())
     if left.dtype == torch.float32:
         size = size * (1 + left.shape[-1] ** 0.5 / 2)

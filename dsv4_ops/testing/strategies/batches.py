@@ -1,6 +1,7 @@
 """Hypothesis strategies over batch structure: empty and padding requests, boundary lengths.
 
-Structure comes from hypothesis, so that it shrinks; bulk contents (block numbers) come from a seed.
+Structure comes from hypothesis, so that hypothesis can shrink it; bulk contents (block numbers)
+come from a seed.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def reference(spec: OpSpec, case: Case) -> Results:
 
 
 def sizes(schema: str) -> list[str]:
-    """Return the names of the keyword arguments that are capacities: they set a result's size."""
+    """Return the names of the keyword arguments that are capacities. A capacity sets the size of a
+    result."""
     return [name for name in ("num_tokens", "num_rows") if f"SymInt {name}" in schema]
 
 
@@ -79,7 +80,7 @@ def with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
 
 
 def sized_tensors(case: Case) -> tuple[Tensor, ...]:
-    """Return the tensors of a case, and a tensor for its capacity if it has one."""
+    """Return the tensors of a case, and a tensor for the capacity if the op has a capacity."""
     tensors = tuple(tensor for tensor in case.tensors if tensor is not None)
     capacities = [
         case.settings[name] for name in ("num_tokens", "num_rows") if name in case.settings

@@ -34,9 +34,9 @@ FAMILIES = {
 def spec_of_config(
     op: str, config: Any, kv: str, precision: str | Recipe, **settings: Any
 ) -> ModelSpec:
-    """Build the spec of ``config``; raise an error of ``op`` if it is not supported.
+    """Build the spec of ``config``; raise an error of ``op`` if we do not support ``config``.
 
-    The other arguments are those of ``patch``; ``settings`` are the fields of ``Execution``.
+    The other arguments are arguments of ``patch``; ``settings`` are the fields of ``Execution``.
     """
     require_transformers(op)
     model_type = getattr(config, "model_type", type(config).__name__)

@@ -61,7 +61,7 @@ def draft_of(model: Any) -> Any:
 
 
 def check_drafts(op: str, ranks: ContextParallel | None) -> None:
-    """Raise an error of ``op`` if ranks share the cache: drafts do not support this."""
+    """Raise an error of ``op`` if ranks share the cache: drafts do not support shared caches."""
     if ranks is not None:
         raise argument_error(
             op,
@@ -111,7 +111,8 @@ class StepTokens:
         tokens: Cache row and position of every token; -1 for tokens that the cache does not store.
         ends: Length of every token's request after the step, [num_tokens], int32.
         num_reqs: Number of requests of the step, including padding requests.
-        requests: A function that returns the requests of the step, for families that need them.
+        requests: A function that returns the requests of the step, for families that need the
+            requests.
     """
 
     tokens: TokenMap
@@ -378,7 +379,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def draft_layer(self, op: str, model: Any) -> Any:
-        """Make the draft layer of a model; its weights are not loaded yet."""
+        """Make the draft layer of a model, without loading the weights."""
 
     @abstractmethod
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> Any:

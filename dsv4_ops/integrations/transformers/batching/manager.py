@@ -1,7 +1,7 @@
 """Hugging Face's manager of continuous batching, which runs requests from one ``PagedCache``.
 
-We replace its cache and its call of the model. Its queue, thread, scheduler, soft resets, sampling
-and streams stay.
+We replace the manager's cache, and the manager's call of the model. The manager's queue, thread,
+scheduler, soft resets, sampling and streams stay.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
             )
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
-        """Keep the model's attention, because calls without a cache still run it."""
+        """Keep the model's attention, because calls without a cache still run this attention."""
 
     def add_request(
         self,

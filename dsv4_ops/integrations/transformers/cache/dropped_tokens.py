@@ -1,4 +1,4 @@
-"""Tokens that a step cannot store: eager CPU calls raise, other calls count them."""
+"""Tokens that a step cannot store: eager CPU calls raise, other calls count such tokens."""
 
 from __future__ import annotations
 

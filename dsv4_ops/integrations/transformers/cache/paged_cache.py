@@ -302,8 +302,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         """Raise if steps dropped tokens since the last call, and reset the counter.
 
         Steps count dropped tokens on the device, also in graphs, without synchronising; this call
-        synchronises. Call it before you use results: every step, every hundred steps, or at the
-        end.
+        synchronises. Call this method before you use results: every step, every hundred steps, or
+        at the end.
 
         Raises:
             RuntimeError: tokens were dropped. Their logits, and the logits of later tokens of the

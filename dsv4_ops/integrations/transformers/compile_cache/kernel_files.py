@@ -4,7 +4,7 @@ Without these files, a process that loads parts of a step compiles or times thei
 
 - shared libraries of C++ kernels, and the results of Inductor's test of vector instructions;
 - the fastest configurations of Triton kernels. Inductor's workers name these files without the
-  cache tag of the process that reads them (torch 2.11 to 2.13);
+  cache tag of the process that reads the files (torch 2.11 to 2.13);
 - our kernels that Triton compiled without Inductor, and the launchers of all kernels, which a C
   compiler built.
 """

@@ -77,7 +77,7 @@ _WITH_OPS = ("dsv4_ops.kernels.", "dsv4_ops.lowering.")
 
 _UNREAD = ("layer_idx", SOURCE, "generation_config")
 """Attributes of modules that differ between layers of a kind, or between processes; ``_Reads``
-checks that no trace reads them."""
+checks that no trace reads these attributes."""
 
 
 _UNREAD_NAMES = (
@@ -114,7 +114,8 @@ class Watch:
         self._inner.append((owner, name, _attribute(owner, name)))
 
     def add_tensor(self, tensor: Tensor, form: tuple[Any, ...]) -> None:
-        """Record dtype, device, shape and strides of a tensor: a program can replace the data."""
+        """Record dtype, device, shape and strides of a tensor, because a program that replaces the
+        data can change them."""
         self._tensors[id(tensor)] = (tensor, form)
 
     def unchanged(self) -> bool:
@@ -296,8 +297,9 @@ class _Walk:
 
 
 def _names_of(kind: type) -> Mapping[str, Any]:
-    """Return the namespace of a class. To copy or pickle an object adds a name to its class, and a
-    compile does so. Add this name now, because a later addition would count as a change."""
+    """Return the namespace of a class. A compile copies or pickles objects, and so adds a name to
+    the class of each object. Add this name now, because a later addition would count as a
+    change."""
     slotnames: Any = copyreg._slotnames  # type: ignore[attr-defined]  # exists since Python 2
     slotnames(kind)
     return vars(kind)
@@ -533,8 +535,8 @@ def without_collections() -> Iterator[None]:
 
 
 def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part | None:
-    """Load a part from the bytes that ``compiled`` returned; ``place`` is their origin, for logs.
-    Return None if the bytes are damaged, or if sources, versions or libraries differ."""
+    """Load a part from the bytes that ``compiled`` returned; ``place`` is the origin of the bytes,
+    for logs. Return None if the bytes are damaged, or if sources, versions or libraries differ."""
     try:
         line, _, content = kept.partition(b"\n")
         header = json.loads(line)

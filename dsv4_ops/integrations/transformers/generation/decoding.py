@@ -2,9 +2,9 @@
 
 Hugging Face prepares the inputs, runs the prefill and makes the processors. Hugging Face's loop
 then builds new inputs for every token, and compiles again for each batch size. Our loop runs one
-step on the same tensors. On a GPU it captures the step in a CUDA graph, and checks only every
-``CHECK_EVERY`` steps whether all texts have ended. If ``generate`` made the cache, later calls of
-``generate`` use the graph again.
+step on the same tensors. On a GPU, our loop captures the step in a CUDA graph, and checks only
+every ``CHECK_EVERY`` steps whether all texts have ended. If ``generate`` made the cache, later
+calls of ``generate`` use the graph again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ PROCESSORS = (
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
-"""Hugging Face's logits processors that our loop supports: they run on the device, and read only
-the logits and the set of tokens of a text."""
+"""Hugging Face's logits processors that our loop supports. Such processors run on the device, and
+read only the logits and the set of tokens of a text."""
 
 CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria")
 """Hugging Face's stopping criteria that our loop supports."""
@@ -385,7 +385,7 @@ def compiled_step(
     on_part: Callable[[str], None] | None = None,
     of_parts: Callable[..., Any] | None = None,
 ) -> CompiledStep:
-    """Return a compiled step for any number of tokens and requests, and keep it on the model.
+    """Return a compiled step for any number of tokens and requests, and keep the step on the model.
 
     Args:
         model: A patched model.

@@ -46,7 +46,8 @@ _WARPERS = (
     "TypicalLogitsWarper",
     "EpsilonLogitsWarper",
 )
-"""Logits processors that we support with drafts: they read only a row's logits, not its text."""
+"""Logits processors that we support with drafts. Such processors read only the logits of a row, not
+the text."""
 _CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 _SETTINGS = {
     "num_beams": 1,

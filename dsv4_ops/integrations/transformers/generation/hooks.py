@@ -38,7 +38,8 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
 
 Method = Callable[..., Any]
 
-# Maximum tokens of a prefill step, and minimum per row. They bound the memory of window rings.
+# Maximum tokens of a prefill step, and minimum per row. These limits bound the memory of window
+# rings.
 _STEP_TOKENS, _MIN_CHUNK = 16384, 256
 
 
@@ -170,7 +171,7 @@ def prepare_cache(before: Method) -> Method:
         rows = batch_size * (generation_config.num_return_sequences or 1)
         cache = model_kwargs.get(cache_argument())
         ours = cache is None and generation_config.cache_implementation in CACHES
-        # an assistant calls generate for every draft, and its cache outlives the call
+        # an assistant calls generate for every draft, and the assistant's cache outlives the call
         ours = ours and not generation_config.is_assistant
         searches = (generation_config.num_beams or 1) > 1
         static = generation_config.cache_implementation is not None

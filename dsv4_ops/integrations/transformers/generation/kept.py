@@ -1,8 +1,8 @@
 """Caches and CUDA graphs that ``generate`` keeps on a model for its next calls.
 
 A graph holds the addresses of a cache, so a model keeps a cache together with its graphs. A call
-takes a kept cache for itself, so concurrent calls use different caches. Unless a call fails, it
-gives the cache back at the end. ``generate`` never returns a kept cache to its caller.
+takes a kept cache for itself, so concurrent calls use different caches. Unless a call fails, the
+call gives the cache back at the end. ``generate`` never returns a kept cache to its caller.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def empty_cache(model: Any) -> None:
 
 
 class KeptStep:
-    """A step of ``rows`` texts that uses a kept cache and has its own input tensors.
+    """A step of ``rows`` texts that uses a kept cache and has input tensors of its own.
 
     After ``WARM_CALLS`` calls, a CUDA graph captures the step. Later calls of ``generate`` replay
     the graph if neither the model nor the addresses of its weights have changed. Launch grids
@@ -116,7 +116,7 @@ class KeptStep:
         for name in self._inputs:
             new = getattr(batch, name)
             getattr(self._batch, name)[: len(new)].copy_(new)
-        # compared here, not in ``begin``: Hugging Face changes the configuration while it decodes
+        # compare here, not in ``begin``: Hugging Face changes the configuration while it decodes
         begins, self._begins = self._begins and self._calls > 0, False
         if begins and (self._form is None or self._form != self._found()):
             self._replay, self._calls = None, 0
@@ -148,7 +148,7 @@ class KeptCache:
         cache: The cache, whose rows own their blocks.
         made_for: The properties of the model on which the cache depends.
         epoch: Number of calls of ``KeptCaches.clear`` before the cache was made.
-        prefill: The step that runs prompts; None if its graphs do not fit into memory.
+        prefill: The step that runs prompts; None if the graphs of prefills do not fit into memory.
     """
 
     cache: PagedCache
@@ -286,7 +286,8 @@ def pool_of(device: torch.device) -> Any:
 
 def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     """Capture a function in a CUDA graph, and return the function that replays the graph on the
-    same tensors. Other threads may use the GPU during the capture; their work is not captured."""
+    same tensors. Other threads may use the GPU during the capture; the graph does not contain their
+    work."""
     graph, handle = torch.cuda.CUDAGraph(), None if pool is None else pool.id
     with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):
         run()

@@ -46,7 +46,7 @@ def chunks(
 
 def bucket(num_tokens: int) -> int:
     """Round a number of tokens up to the size of a kept step. Return a number above the largest
-    size as it is."""
+    size without a change."""
     if num_tokens > kept.MOST_TOKENS:
         return num_tokens
     return kept.rounded(num_tokens, kept.LEAST_TOKENS)
@@ -66,7 +66,7 @@ def prefilled(
         cache: An empty cache.
 
     Returns:
-        None: Hugging Face's method must run the prompts, or raise its own error for them.
+        None: Hugging Face's method must run the prompts, or must raise its own error.
     """
     paged, step = cache.cache, cache.prefill
     mask = whole_mask(ids, config, inputs, paged)

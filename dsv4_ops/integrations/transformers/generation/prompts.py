@@ -165,7 +165,8 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
 
 
 def check_continues(ids: Tensor, mask: Tensor, cache: PagedCache) -> None:
-    """Raise if ``remember`` kept the text in the cache and the prompts do not begin with it."""
+    """Raise if ``remember`` kept the text in the cache and the prompts do not begin with this
+    text."""
     lengths, text = cache.seq_lens[: ids.shape[0]].to(ids.device), cache.text
     if text is None or not torch.equal(text.seq_lens, lengths):
         return
@@ -193,8 +194,8 @@ def _without_padding(ids: Tensor, mask: Tensor) -> Tensor:
 def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
     """Return a mask for prompts that have none; raise if it is unclear which tokens are padding.
 
-    Hugging Face infers the mask from ``pad_token_id``, but a text may contain this token too. If
-    the cache stores the token, it is text.
+    Hugging Face infers the mask from ``pad_token_id``, but a text may contain this token too. A
+    token in the cache is text.
     """
     batch, length = ids.shape
     lengths, text = cache.seq_lens[:batch].to(ids.device), cache.text

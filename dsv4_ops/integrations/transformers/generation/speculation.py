@@ -2,7 +2,7 @@
 
 A step and its drafts are one graph: the number of accepted drafts stays on the device, and selects
 the residual streams from which the next drafts start. The next step overwrites the keys of rejected
-tokens, also in the draft layer, before any token attends to them.
+tokens, also in the draft layer, before any token attends to these keys.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def speculative_step(
             and num_drafts drafts, at least one; ``query_start_loc`` is 0, num_drafts + 1, and so
             on.
         cache: A cache of ``PagedCache.for_model`` with ``next_n`` of at least num_drafts + 1, or
-            its ``tensors``.
+            the ``tensors`` of such a cache.
         draft_probs: ``draft_probs`` of the previous step; None if the drafts were not sampled.
         uniforms: Random numbers in [0, 1), [num_reqs, 2 * num_drafts + 1], float32: first the
             numbers for ``verify_draft``, then one per new draft.
@@ -370,7 +370,7 @@ def _draft(
         sampling: A uniform random number per draft, or None; the temperature; and ``warp``.
 
     Returns:
-        Drafts [num_reqs, num_drafts], and the probabilities from which they were sampled.
+        Drafts [num_reqs, num_drafts], and the probabilities from which the drafts were sampled.
     """
     step_run, streams, following, last = trunk
     uniforms, temperature, warp = sampling

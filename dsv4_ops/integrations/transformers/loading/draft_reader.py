@@ -40,7 +40,7 @@ class DraftNames:
     scale: str
 
     def num_experts(self, names: Any) -> int:
-        """Count the experts among the names of tensors."""
+        """Count the experts by the names of tensors."""
         (last,) = self.parts["down_proj"]
         prefix, suffix = f"{self.experts}.", f".{last}.weight"
         return sum(name.startswith(prefix) and name.endswith(suffix) for name in names)
@@ -89,7 +89,7 @@ class DraftReader:
         return tensor
 
     def _set(self, module: Any, name: str, value: Tensor) -> None:
-        """Set a parameter or buffer, in its dtype."""
+        """Set a parameter or buffer, and keep the dtype of this parameter or buffer."""
         parameter = getattr(module, name)
         value = value.to(device=self.device, dtype=parameter.dtype)
         if name in module._parameters:

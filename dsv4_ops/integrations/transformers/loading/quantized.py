@@ -45,7 +45,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
 
     Args:
         path: Folder of the checkpoint.
-        scales: Whether ``check_checkpoint`` reads the scales. If it does not, no check finds
+        scales: Whether ``check_checkpoint`` reads the scales. Without the scales, no check finds
             float32 scales that Hugging Face rounds to bytes (``scale_fmt="ue8m0"``).
         settings: Arguments of ``from_pretrained``, such as ``device_map="cuda"``.
 
@@ -72,7 +72,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
     library = require_transformers(OP)
     checks = Checks(OP)
     path = checks.path("path", path)
-    if not path.is_dir():  # Hugging Face would search its hub
+    if not path.is_dir():  # Hugging Face would search the hub
         raise argument_error(
             OP,
             "path",
@@ -138,7 +138,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
 
 @contextmanager
 def _any_environment() -> Iterator[None]:
-    """Skip Hugging Face's check for its own kernels."""
+    """Skip the check in which Hugging Face looks for kernels."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     name = "validate_environment"

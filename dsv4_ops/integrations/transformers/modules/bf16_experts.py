@@ -42,7 +42,7 @@ SILU = ("SiLUActivation", "SiLU")
 
 
 class Bf16Experts(Rewrite):
-    """Let experts in bf16 run our op where it is faster.
+    """Let experts in bf16 run our op where our op is faster.
 
     Args:
         recipe: The setting of ``patch``.

@@ -121,7 +121,8 @@ def heads_are_split(
     in place of the parameter of a module without a weight.
 
     Raises:
-        NotImplementedError: only some parameters are split, or they are split over other ranks.
+        NotImplementedError: only some parameters are split, or parameters are split over other
+            ranks.
     """
     heads = [
         (f"model.layers.{index}.self_attn.{name}", weight, local(weight).shape[dim], size)
@@ -202,7 +203,8 @@ def _check_hook(op: str, name: str, module: Any) -> None:
 
 
 def check_body(op: str, model: Any) -> None:
-    """Raise if the model has hooks or a forward around its layers: steps do not call these."""
+    """Raise if the model has hooks or a forward around its layers: steps do not call such hooks and
+    forwards."""
     if not hasattr(model.model, "layers"):  # a PEFT wrapper around the patched model
         raise argument_error(
             op,

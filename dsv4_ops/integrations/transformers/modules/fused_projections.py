@@ -147,7 +147,7 @@ def of_attention(module: Any) -> list[Any]:
 
 
 def of_compressor(compressor: Any) -> list[Any]:
-    """Layers that a compressor and its indexer apply to their input."""
+    """Layers that a compressor and its indexer apply to the same input."""
     layers = [compressor.kv_proj, compressor.gate_proj]
     indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
@@ -193,7 +193,7 @@ class FusedProjections(Rewrite):
         return True
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Fuse weights again if they were moved or replaced."""
+        """Fuse weights again if a program moved or replaced weights."""
         for holder, layers in self._groups(module):
             fused = holder._modules.get(FUSED)
             if fused is not None and not fused.holds(layers):

@@ -200,7 +200,8 @@ def _below_hook(module: Any, forward: Any) -> Any:
 
 
 def _is_of_class(module: Any, method: MethodType) -> bool:
-    """Whether a bound method is the forward of its module's class. Traces must not call this."""
+    """Whether a bound method is the forward of its module's class. Traces must not call this
+    function."""
     return method.__func__ is type(module).forward
 
 
@@ -285,7 +286,8 @@ def modelling(family: str) -> tuple[Any, str]:
 
 
 def is_split(weight: Any) -> bool:
-    """Whether Hugging Face's tensor parallelism split a weight. Traces must not call this."""
+    """Whether Hugging Face's tensor parallelism split a weight. Traces must not call this
+    function."""
     return hasattr(weight, "to_local")
 
 

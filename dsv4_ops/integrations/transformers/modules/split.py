@@ -190,7 +190,7 @@ class SplitModules(Rewrite):
 
     def _ranks(self, mesh: Any) -> tuple[str, str]:
         """Return the name of a mesh's group, and how its ranks send. If ``parallel`` has the same
-        ranks, return its group and how that group sends."""
+        ranks, return the group of ``parallel``, and how this group sends."""
         members = mesh.mesh.flatten().tolist()
         if self.parallel is not None and group_members(self.parallel.group) == members:
             return self.parallel.group, self.parallel.gathers_via

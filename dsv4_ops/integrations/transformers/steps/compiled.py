@@ -66,10 +66,10 @@ MOST_PLANS = 256
 replaces all plans."""
 
 MOST_VARIANTS = 4
-"""Maximum compiled parts of one key. Their graphs assume different sizes."""
+"""Maximum compiled parts of one key. The graphs of such parts assume different sizes."""
 
 MOST_CHANGES = 8
-"""After more changes of the model than this, only Dynamo's guards select compiled parts."""
+"""Maximum changes of the model. After more changes, only Dynamo's guards select compiled parts."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,15 +92,15 @@ def compile_step(
             "regional" compiles one graph per kind of layer (four in the released models, at any
             depth) and three graphs for the rest of the model; a CUDA graph can still capture the
             whole step. "auto" is "regional" for more than 8 layers.
-        cache_file: File that keeps compiled code for the next process. It is read if it exists, and
-            written after a step that compiled something new. None keeps parts in the folder that
-            the environment variable DSV4_OPS_CACHE names, by default ``~/.cache/dsv4_ops`` ("off"
-            keeps none), and their kernels in the cache folders of torch and Triton. A part is
-            reused, without a trace, if the sources of this package, the versions, the settings, the
-            device, and everything that a trace can read of the model and its inputs are the same.
-            An outdated part never runs. Triton's autotuning is reused if TORCHINDUCTOR_CACHE_DIR
-            has the same path, and repeated otherwise. Loading a part runs its code: load only files
-            that you wrote.
+        cache_file: File that keeps compiled code for the next process. The compiled step reads this
+            file if the file exists, and writes the file after a call that compiled something new.
+            None keeps parts in the folder that the environment variable DSV4_OPS_CACHE names, by
+            default ``~/.cache/dsv4_ops`` ("off" keeps none), and their kernels in the cache folders
+            of torch and Triton. A part is reused, without a trace, if the sources of this package,
+            the versions, the settings, the device, and everything that a trace can read of the
+            model and its inputs are the same. An outdated part never runs. Triton's autotuning is
+            reused if TORCHINDUCTOR_CACHE_DIR has the same path, and repeated otherwise. Loading a
+            part runs its code: load only files that you wrote.
         on_part: Called with the name of every part before it is compiled or loaded. None shows a
             progress bar on a terminal, and one line elsewhere, unless transformers' progress bars
             are disabled.
@@ -204,7 +204,7 @@ class CompiledStep:
     """A compiled step of a model, made by ``compile_step``.
 
     ``of_parts`` is a function that runs the step in parts, in place of ``decode`` or ``prefill``.
-    No part may depend on its keyword arguments.
+    No part may depend on the keyword arguments of ``of_parts``.
 
     Attributes:
         parts: Compiled parts by name: one per kind of layer and three for the rest, or "step".
@@ -482,7 +482,7 @@ class CompiledStep:
         return None
 
     def _digest(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> str:
-        """Describe a call, but not its sizes if these are symbolic. ``plan.shared`` describes the
+        """Describe a call. Leave out sizes if sizes are symbolic. ``plan.shared`` describes the
         structure of the cache, which determines the fields of a ``StepRun``."""
         function, args, rest = call
         if plan.shared is None:
@@ -525,7 +525,8 @@ class CompiledStep:
         return self._dry_runs.num_parts if self.regional else 1
 
     def _load(self) -> None:
-        """Load the entries of torch's caches. Only a step that compiles a part needs them."""
+        """Load the entries of torch's caches. Only a step that compiles a part needs these
+        entries."""
         self._bar.compiles(self._num_parts())
         self._compiled = True
         if self._loaded is None:

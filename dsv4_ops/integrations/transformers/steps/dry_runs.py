@@ -1,8 +1,8 @@
 """Run a step with fake tensors before the real run.
 
 A dry run makes the checks of kinds, dtypes and devices, so Dynamo need not trace these checks. A
-dry run also lets workers compile the kernels in parallel. It computes nothing, and each kind of
-layer runs once.
+dry run also lets workers compile the kernels in parallel. A dry run computes nothing, and runs each
+kind of layer once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DryRuns:
         self.num_parts: int | None = None
 
     def forget_model(self) -> None:
-        """Forget the results for the model, because it changed."""
+        """Forget the results for the model, because the model changed."""
         self._passed.clear()
         self._fails = None
 
@@ -159,7 +159,8 @@ class DryRuns:
 
     def request_batches(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
         """Let workers compile the kernels of decode steps of other sizes (``BATCHES``), while the
-        process goes on. If the first step needed no new kernel, an earlier process did this."""
+        process goes on. If the first step needed no new kernel, an earlier process has compiled
+        these kernels too."""
         if self.step is decode_step and self._has_jobs and not self._has_asked_batches:
             self._has_asked_batches = True
             for requests in BATCHES:

@@ -1,5 +1,5 @@
-"""An eager step that CUDA graphs can capture. Prefills use this step, because they take too long
-to compile."""
+"""An eager step that CUDA graphs can capture. Prefills use this step, because a prefill takes too
+long to compile."""
 
 from __future__ import annotations
 

@@ -193,10 +193,10 @@ def export_prefill(
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs``, with 1 to max_tokens tokens
-        and at most ``max_chunk`` tokens per request. It writes the caches and returns the logits of
-        every request's last token, [num_reqs, vocab_size]. Its metadata is like that of
-        ``export_decode``, but has "num_tokens" as the size of the input "tokens", and also
-        max_tokens and max_chunk.
+        and at most ``max_chunk`` tokens per request. The package writes the caches and returns the
+        logits of every request's last token, [num_reqs, vocab_size]. The metadata is like the
+        metadata of ``export_decode``, but has "num_tokens" as the size of the input "tokens", and
+        also max_tokens and max_chunk.
 
     Raises:
         ValueError, TypeError, NotImplementedError: see ``export_decode``.

@@ -33,7 +33,7 @@ OP = "model"
 
 @dataclass(frozen=True)
 class PaddedStep:
-    """A step, and the columns to which it moved its padded inputs.
+    """A step, and the columns to which the step moved padded inputs.
 
     Ops require that adjacent tokens are consecutive, so a step moves padding to the end of the row.
     ``columns`` int64 [batch, length] has the new column of each input; None if no input moved.
@@ -72,7 +72,7 @@ def padded_step(
     Args:
         spec: Spec of the model.
         shape: Batch and length of the inputs; row r of the batch is row r of the cache.
-        ids: The inputs, if they are ids.
+        ids: The inputs if the inputs are ids, else None.
         attention_mask: 0 for padding, in any column, [batch, length or more]. The last ``length``
             columns belong to the inputs. None if there is no padding.
         position_ids: Positions, [batch or 1, length]; negative for padding. Positions of a row are

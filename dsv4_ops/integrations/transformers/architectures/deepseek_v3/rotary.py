@@ -91,15 +91,16 @@ def softmax_scale(config: Any) -> float:
 
 
 def check_rotary(op: str, model: Any, rotary: Rotary) -> None:
-    """Raise if a rotary embedding of the model does not match its configuration: its buffer may
-    have changed after construction."""
+    """Raise if a rotary embedding of the model does not match the configuration: the buffer of the
+    embedding may have changed after construction."""
     for name, module in model.named_modules():
         if is_part(module, "RotaryEmbedding"):
             _check(op, name, module, rotary)
 
 
 def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
-    """Raise if a rotary embedding differs from ours. The check reads its buffer on the host."""
+    """Raise if a rotary embedding differs from ours. The check reads the embedding's buffer on the
+    host."""
     if module.inv_freq.is_meta:
         return
     want = torch.tensor(rotary.frequencies, dtype=torch.float64, device="cpu")
@@ -140,7 +141,7 @@ class RotaryFrequencies(Rewrite):
         return iter(())
 
     def check_unchanged(self, op: str, name: str, module: Any) -> None:
-        """Raise if the frequencies changed. Read them only if they may have changed."""
+        """Raise if the frequencies changed. Read the frequencies only if they may have changed."""
         source = _source(module)
         # torch does not count writes through inv_freq.data or NumPy
         if module.inv_freq.device.type == "cpu" or getattr(module, SOURCE, None) != source:

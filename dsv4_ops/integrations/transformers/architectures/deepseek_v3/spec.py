@@ -487,7 +487,7 @@ class AbsorbedWeights(Rewrite):
         return True
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Split the weight again if it changed or may have changed."""
+        """Split the weight again if the weight changed or may have changed."""
         linear = module.kv_b_proj
         # torch does not count writes through weight.data or NumPy
         changed = getattr(module, SOURCE) != _identity(linear)
@@ -532,7 +532,8 @@ class OneOpRouter(Rewrite):
 
 
 def normed(body: Any, hidden: Tensor, output_tokens: Tensor | None) -> Any:
-    """Return the final, normed states of ``output_tokens``, or of all tokens if it is None."""
+    """Return the final, normed states of ``output_tokens``, or of all tokens if ``output_tokens``
+    is None."""
     return body.norm(hidden if output_tokens is None else hidden.index_select(1, output_tokens))
 
 

@@ -81,8 +81,8 @@ def _fits_sinkhorn(connection: Any) -> bool:
 
 
 def _grouped_forward(before: Forward) -> Forward:
-    """Return a forward that projects in groups. It does not reshape a transposed result, as this
-    would fix the number of tokens in a trace."""
+    """Return a forward that projects in groups. The forward does not reshape a transposed result,
+    because to reshape would fix the number of tokens in a trace."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dim() != 3 or not has_plain_weight(self):

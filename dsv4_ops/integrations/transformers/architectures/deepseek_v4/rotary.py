@@ -66,8 +66,8 @@ def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
 
 
 def check_rotary(op: str, model: Any, layers: LayerSpec) -> None:
-    """Raise if a rotary embedding of the model does not match its configuration: its buffers may
-    have changed after construction."""
+    """Raise if a rotary embedding of the model does not match the configuration: the buffers of the
+    embedding may have changed after construction."""
     for name, module in model.named_modules():
         if type(module).__name__ == "DeepseekV4RotaryEmbedding":
             for label, mistaken in _mistakes(module, layers):

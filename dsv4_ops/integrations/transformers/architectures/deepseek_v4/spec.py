@@ -164,7 +164,7 @@ class DeepseekV4Spec(RingSpec):
         if layers.impl == DEEP_GEMM and "c4" in self.kinds:
             layers = replace(layers, schedule_sms=deep_gemm_num_sms())
         elif layers.impl == FLASH_MLA and self.num_heads in FLASH_MLA_HEADS:
-            if device.type not in choice.DEVICES:  # the model will move before it runs
+            if device.type not in choice.DEVICES:  # the model will move to a GPU before a run
                 device = torch.device(choice.DEVICES[0])
             layers = replace(layers, sm_parts=flash_mla_num_sm_parts(self.num_heads, device))
         return replace(self, step_layers=layers)
