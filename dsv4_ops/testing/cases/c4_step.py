@@ -145,8 +145,8 @@ _SMALL = {**_settings(1e-6, 2, 2, 2, 2), "softmax_scale": 0.5}
 def _tensors() -> dict[str, Tensor]:
     """Make the tensors of four tokens of one request, with equal channels and no rotation.
 
-    The first window has kv 1 and 3, the second 1, 3, -6 and -8. The keys are 1, -1, 1 and -1, the
-    queries 4 and -4, and the indexer's queries 3.
+    The first window has kv 1 and 3, and the second window has kv 1, 3, -6 and -8. The keys are 1,
+    -1, 1 and -1, the queries are 4 and -4, and the indexer's queries are 3.
     """
     signs = torch.tensor([1.0, -1.0])
     tensors = {
@@ -217,7 +217,7 @@ def _cases() -> list[Case]:
     shared["state_slot_mapping"] = i64([0, 1, 2, 3])
     for name, width in (("kv_score", 1024), ("indexer_kv_score", 256)):
         shared[name] = tensors[name].clone()
-        shared[name][3, :width] = 1.0  # the sum with 1, 3 and -6 of the other request is negative
+        shared[name][3, :width] = 1.0  # with 1, 3 and -6 of the other request, the sum is negative
     return [
         _worked("two windows", whole),
         _worked("no slot for a row", unchanged, slot_mapping=i64([-1, 2, 0, -2])),

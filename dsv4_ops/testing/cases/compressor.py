@@ -239,7 +239,8 @@ def _quantized(settings: dict[str, Any]) -> QuantizedLayout | None:
 def worked(name: str, expected: Any = None, **changed: Any) -> Case:
     """Make a call for four tokens of one request, with equal scores and no rotation.
 
-    Windows have two tokens: the first has kv (1, 3) and (3, 5), the second (0, 0) and (6, -8).
+    Windows have two tokens. The first window has kv (1, 3) and (3, 5), and the second window has kv
+    (0, 0) and (6, -8).
     """
     tensors = {
         "kv_score": torch.tensor([[1.0, 3, 0, 0], [3, 5, 0, 0], [0, 0, 0, 0], [6, -8, 0, 0]]),
@@ -259,7 +260,7 @@ def worked(name: str, expected: Any = None, **changed: Any) -> Case:
 
 
 def _last_token(*kv_score: float) -> dict[str, Tensor]:
-    """Return the tensors of only the last token of the second window."""
+    """Return the tensors of a call for only the last token of the second window."""
     places = {"positions": i64([3]), "req_indices": i32([0]), "slot_mapping": i64([1])}
     return {"kv_score": torch.tensor([kv_score]), **places}
 
@@ -311,7 +312,7 @@ def _spoiled(place: int, value: float) -> Tensor:
 
 
 def _tokens(draw: Draw, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
-    """Sample requests, most of which end at or next to a window's end, and their tokens.
+    """Sample requests and their tokens. Most requests end at or next to the end of a window.
 
     Some requests are empty, some tokens are padding or adversarial.
     """
@@ -474,8 +475,8 @@ def _compressor_step_page(*rows: Sequence[float]) -> list[float]:
 def _worked(name: str, slots: Sequence[int], expected: Any = None, **changed: Any) -> Case:
     """Make a call for four tokens of one request, with one channel.
 
-    Windows have two tokens: the first has kv 1 and 3, the second 0 and -6. All scores are 0, with a
-    bias of 0.5.
+    Windows have two tokens. The first window has kv 1 and 3, and the second window has kv 0 and -6.
+    All scores are 0, with a bias of 0.5.
     """
     one = {
         "kv_score": torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 0.0], [-6.0, 0.0]]),

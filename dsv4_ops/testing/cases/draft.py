@@ -34,8 +34,9 @@ def _cases() -> list[Case]:
             SAMPLED,
             ([[-1]], [0]),
         ),
-        # p / q is 0.5 at token 0, so 0.4 accepts the draft and 0.6 rejects it; the next token is at
-        # 0.7 of _P[1] in the first request, at 0.4 of the residual [0, 1/4, 1/4] in the second
+        # p / q is 0.5 at token 0, so the uniform 0.4 accepts the draft, and 0.6 rejects the draft;
+        # then 0.7 selects token 2 from _P[1], and 0.4 selects token 1 from the residual [0, 1/4,
+        # 1/4]
         _sampled(
             "certain drafts", [0, 0], None, [[0.4, 0.7], [0.6, 0.4]], ([[0, 2], [1, -1]], [1, 0])
         ),
@@ -48,7 +49,8 @@ def _cases() -> list[Case]:
             [[0.55, 0.9], [0.99, 0.3]],
             ([[0, -1], [2, 1]], [0, 1]),
         ),
-        # the result is token 1, at 0.6 of _P[0]; token 0 is at 0.6 of the residual [1/2, 0, 1/4]
+        # the uniform 0.6 selects token 1 from _P[0]; from the residual [1/2, 0, 1/4], 0.6 would
+        # select token 0
         _sampled(
             "missing drafts", [-1, 3], [[0.0, 1, 0]] * 2, [[0, 0.6]] * 2, ([[1, -1]] * 2, [0, 0])
         ),

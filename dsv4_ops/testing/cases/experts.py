@@ -68,7 +68,8 @@ W4A8 = {**W4A16, "activations": "fp8"}
 def _fp4_case() -> tuple[Tensor, ...]:
     """Make two experts with 32 gates and ups for 64 inputs. Every second input is 1.
 
-    The gates and ups of the first expert are 16 / 16 + 16 / 8 = 3 and -2, of the second 32 and -32.
+    The gates and ups of the first expert are 16 / 16 + 16 / 8 = 3 and -2; the gates and ups of the
+    second expert are 32 and -32.
     """
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     x[:, ::2] = 1
@@ -77,7 +78,7 @@ def _fp4_case() -> tuple[Tensor, ...]:
     gate_up_scale = torch.full((2, 64, 2), 127, dtype=torch.uint8)
     gate_up_scale[0] = 123
     gate_up_scale[0, :32, 1] = 124
-    down = torch.full((2, 64, 16), 0x21, dtype=torch.uint8)  # 0.5 and 1, which sum to 24
+    down = torch.full((2, 64, 16), 0x21, dtype=torch.uint8)  # 0.5 and 1; 16 of each sum to 24
     down_scale = torch.full((2, 64, 1), 127, dtype=torch.uint8)
     down_scale[0, 32:], down_scale[1] = 128, 120
     weights = torch.tensor([[0.5, 0.25], [1.0, torch.nan], [1.0, torch.inf]])
@@ -241,7 +242,7 @@ def _route_cases() -> list[Case]:
     named = {"top_k": 2, "scale": 2.0}
     ids, none = torch.tensor([1, 0]), torch.tensor([-1, 2])
     return [
-        # logits 0 2 1 1 and 0 0 1 1: ties go to the first
+        # the logits are 0, 2, 1, 1 and 0, 0, 1, 1; the first of two equal logits wins
         Case("best", (hidden, weight), best, ([[1], [2]], [[1.5], [1.5]])),
         Case("order", (hidden, weight), {"top_k": 4, "scale": 1.0}),
         # scores are at most 1.46, so a bias of 10 decides

@@ -160,7 +160,8 @@ def _quantize_cases() -> list[Case]:
     q[:, :, 126], q[:, :, 127] = 1.0, 2.0
     quarter = torch.tensor([[0.0, 1.0]])  # rotates the last pair by a quarter turn
     weights = torch.tensor([[1.0], [-2.0]])
-    # over the scale 2^-7, 3 is 384, and (1, 2) is (128, 256) or, rotated, (-256, 128)
+    # with the scale 2^-7, the code of 3 is 384, and the codes of (1, 2) are (128, 256), or (-256,
+    # 128) after the rotation
     rows = [[[384.0] * 126 + pair] for pair in ([-256.0, 128.0], [128.0, 256.0])]
     case = partial(Case, settings={"softmax_scale": 0.5})
     nothing = torch.zeros(1, 2, 128, dtype=torch.bfloat16)

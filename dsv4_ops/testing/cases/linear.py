@@ -129,7 +129,7 @@ def _linear_cases() -> list[Case]:
     rounded = [whole[0], [150.0] * 128 + [40.0] * 128]
     codes = torch.full((2, 256), 320.0).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 0.25], [2.0**-10, 2.0**-10]])
-    # 320 * 128 * 4 - 80 * 128 / 4, and 320 * 128
+    # the first row is 320 * 128 * 4 - 80 * 128 / 4 = 161280 and 320 * 128 = 40960
     scaled = [[161280.0] * 128 + [40960.0] * 128, rounded[1]]
     nan = torch.where(scale == 0, 255, scale)
     missing = torch.ones(1, 256, dtype=torch.bfloat16)
@@ -237,7 +237,8 @@ def _norms_precise(
     parts = zip(*(each.split(sizes, 1) for each in product[:2]), strict=True)
     for (value, error), norm in zip(parts, (first_norm, second_norm), strict=True):
         scaled = torch.rsqrt(value.square().mean(1, keepdim=True) + eps) * norm
-        # products round before the norm, and the error of the largest changes the mean square
+        # products round before the norm, and the error of the largest product changes the mean
+        # square
         most = (error * scaled.abs()).amax(1, keepdim=True)
         normed = value * scaled
         found.append(Exact(normed, normed.abs() * (1 + most) + 2 * error * scaled.abs()))
@@ -290,8 +291,8 @@ def _swiglu_precise(
     gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
     active = gate * torch.sigmoid(gate)
     value = active * up
-    # gates and ups round first; the slope of SiLU is at most 1.1, and its exponential has the error
-    # of its argument
+    # gates and ups round before SiLU; the slope of SiLU is at most 1.1, so the error of a gate
+    # grows by at most this factor
     error = 2 * (1.1 * of_gate * up.abs() + of_up * active.abs())
     return (Exact(value, value.abs() + error),)
 

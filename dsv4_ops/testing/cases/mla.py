@@ -505,7 +505,8 @@ _TABLE_GARBAGE = (2147480000, -1, 2**31 - 1, -(2**31))
 
 
 def _requests(draw: Draw, size: int) -> list[tuple[int, int]]:
-    """Sample query tokens and length of every request, around block ends; some are padding."""
+    """Sample the number of query tokens and the length of every request. Contexts end near the ends
+    of blocks, and some requests are padding."""
     requests = []
     for _ in range(draw.integer(0, 3)):
         query = draw.one_of(1, 1, 2, 3, 0)

@@ -128,7 +128,7 @@ def _group_cases() -> list[Case]:
     row, back = worked_row(), rotated_row(inverse=True)
     plain, table = [0.5] * 512, worked_table()
     o, where = bf16([[row, plain, plain, row]] * 2), i64([1, 0])
-    half = [*[0.5] * 448, 0.5, -0.5, 0.5, -1.5, *[0.5] * 60]  # inverse RoPE of two (1/2, 1/2)
+    half = [*[0.5] * 448, 0.5, -0.5, 0.5, -1.5, *[0.5] * 60]  # inverse RoPE of pairs (1/2, 1/2)
     rotated, unchanged = [back + half, half + back], [row + plain, plain + row]
     one = [[rotated[0] + rotated[1]], [unchanged[0] + unchanged[1]]]
     return [
@@ -246,8 +246,8 @@ inverse_rope_group_quantize = OpTesting(
 _FP8 = {"eps": 1e-6, "block_size": 1, "layout": MainLayout.tag}
 _PLAIN = {**_FP8, "layout": PlainLayout.tag}
 ROUNDINGS = 8
-"""Allowed float32 roundings before the last one: in the sum, mean, root and product of the norm,
-and in the rotation."""
+"""Allowed float32 roundings before the last rounding: in the sum, mean, root and product of the
+norm, and in the rotation."""
 
 
 def _worked() -> tuple[Tensor, ...]:

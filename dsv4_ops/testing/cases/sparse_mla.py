@@ -79,9 +79,9 @@ def _cases() -> list[Case]:
         case("no token, and extra rows", [], [], 64, 3, absent=3),
         case("longest", [most] * 3, [most] * 3, 64, 2, *_whole(0, 1, 2), absent=2),
         case("longest and least", [most], [-(2**31)], 64, 7, *_splits(0, 7), absent=1),
-        # on 3 programs, 4 tiles are not longer than a split of 2 and a combine; the expected time
-        # of 5 tiles is 2 * 3 + 2 * 3 + 2 = 14 for splits of 2, 3 * 3 + 2 * 3 + 1 = 16 for splits of
-        # 3, and 15 without a split
+        # on 3 programs, 4 tiles take no longer than a split of 2 tiles and a combine; the expected
+        # time of 5 tiles is 2 * 3 + 2 * 3 + 2 = 14 for splits of 2, 3 * 3 + 2 * 3 + 1 = 16 for
+        # splits of 3, and 15 without a split
         *[
             case(f"{keys} keys", [keys], None, 8, 3, *_splits(0, count), absent=4 - count)
             for keys, count in lengths
@@ -100,19 +100,21 @@ def _cases() -> list[Case]:
         blocks("5 programs", few, 5, *_whole(0, 3, 4, 1, 2), absent=5),
         # the expected time is 61 for splits of 10 tiles, and 71 for splits of 12
         blocks("40 tiles", [20, 10, 1, 2, 7], 5, *_splits(0, 2), *_whole(1, 4, 3, 2), absent=4),
-        # the expected time is 6 * 8 + 2 * 6 + 2 for splits of 8 tiles; splits of 6 tiles, the mean,
-        # would be 4 extra splits
+        # the expected time is 6 * 8 + 2 * 6 + 2 for splits of 8 tiles; splits of 6 tiles, which is
+        # the mean, would need 4 extra splits
         blocks("two extra splits", [16, 10, 1, 7], 6, *six, *_whole(3, 2), absent=4),
-        # tokens are sorted by 14ths of 31 tiles: 31 tiles are 14, 30 are 13, 3 and 4 are 1, 1 is 0
+        # tokens are sorted by their number of tiles in units of 31 / 14, rounded down: 31 tiles
+        # give 14, 30 give 13, 3 and 4 give 1, and 1 gives 0
         blocks("longer first", [3, 30, 1, 31, 1, 4], 2, *_whole(3, 1, 0, 5, 2, 4), absent=2),
-        # the expected time is 1240 + 4 * (154 - 132) + 2 * 132 + 3 for splits of 10 tiles, the mean
+        # for splits of 10 tiles (the mean), the expected time is 1240 + 4 * (154 - 132) + 2 * 132 +
+        # 3
         *[
             blocks(f"one long token of 151, {size}", [size] * 150 + [40], 132, *late, absent=129)
             for size in (8, 10)
         ],
         blocks("two splits each", [66000] * 32, 64, *pairs, absent=32),
-        # in splits of 13 tiles, the mean, or more, the first 40 tokens would need 80 programs, and
-        # so another round
+        # with splits of 13 tiles (the mean) or more, the first 40 tokens would need 80 programs,
+        # and so another round
         blocks("whole", [18] * 40 + [4] * 24, 132, *_whole(*range(64)), absent=66, heads=128),
     ]
 
@@ -148,8 +150,8 @@ def _mla_metadata_cases() -> list[Case]:
         return Case(name, lens, {**settings, "num_sm_parts": parts}, ([*rows],) if rows else None)
 
     unused = [0] * 8
-    # token 0 has 2 + 8 blocks and token 1 has 1 + 0, plus an overhead of 5 per token: 21 in all, so
-    # each of 3 parts takes 7, plus an overhead of 5
+    # token 0 has 2 + 8 blocks, token 1 has 1 + 0 blocks, and each token has an overhead of 5: the
+    # sum is 21, so each of 3 parts takes 7 blocks and an overhead of 5
     split = (
         [0, 0, 0, 7, 0, 1, 1, 0],
         [0, 0, 7, 10, 1, 1, 1, 0],
@@ -158,7 +160,7 @@ def _mla_metadata_cases() -> list[Case]:
         *[unused] * 2,
     )
     # a token without keys has one block too: with overheads, the tokens take 6 + 7 = 13, so each of
-    # 4 parts takes 4, plus an overhead of 5
+    # 4 parts takes 4 blocks and an overhead of 5
     idle = (
         [0, 0, 0, 1, 0, 0, 0, 0],
         [1, 1, 0, 2, 0, 0, 0, 0],
@@ -166,8 +168,8 @@ def _mla_metadata_cases() -> list[Case]:
         [0, 1, 2, 0, 0, 0, 0, 0],
         *[unused] * 2,
     )
-    # each token takes 5 blocks and an overhead of 5: part 0 ends at 10 + 5, which is after token 0
-    # and within the overhead of token 1
+    # each token takes 5 blocks and an overhead of 5: part 0 ends at 10 + 5, after token 0 and
+    # before the blocks of token 1
     left = ([0, 0, 0, 5, 0, 0, 0, 0], [1, 1, 0, 5, 0, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0, 0])
     empty = [0, -1, 0, 0, 0, 0, 0, 0]
     return [

@@ -34,7 +34,7 @@ def _hyper_connection_cases() -> list[Case]:
     chosen = fn, base, torch.tensor([1.0, 1.0, 4.0]), weights[3]
     none = tuple(each[:0] for each in (out, post, mix))
     return [
-        # the mean of the streams, 1 and -1
+        # the mean of the two streams is (1, -1)
         Case("alone", (streams, *weights), settings, ([], [[1.0, 1.0]], halves, [[2.0, -3.0]])),
         # the streams are (2 + 1, 6 - 3) and (1 + 0.5 + 0.5, 3 - 1.5 + 0.5), with mean (2.5, 2.5)
         Case(

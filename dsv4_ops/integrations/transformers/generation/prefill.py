@@ -24,8 +24,8 @@ def chunks(
     """Yield steps of at most ``most`` tokens per prompt. With each step, yield the length of the
     part of each prompt that has run after the step.
 
-    The chunks are those of prompts with padding on the left: all prompts end in the last step, and
-    a short prompt begins in a later step.
+    The chunks are the chunks of prompts with padding on the left: all prompts end in the last step,
+    and a short prompt begins in a later step.
     """
     sizes = [len(prompt) for prompt in prompts]
     rows = torch.arange(len(prompts), dtype=torch.int32, device=device)

@@ -167,7 +167,7 @@ def of_shared_experts(module: Any) -> list[Any]:
 
 
 class FusedProjections(Rewrite):
-    """Fuse linear layers with the same input on devices where that is faster.
+    """Fuse linear layers with the same input on devices where the fused layer is faster.
 
     Args:
         recipe: The setting of ``patch``.

@@ -105,7 +105,7 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
         return
     want = torch.tensor(rotary.frequencies, dtype=torch.float64, device="cpu")
     inv_freq = module.inv_freq.detach().cpu()
-    if isinstance(inv_freq, FakeTensor):  # in a dry run
+    if isinstance(inv_freq, FakeTensor):  # a dry run has no values
         return
     # the model may have been cast to float16, in which low frequencies are subnormal
     info = torch.finfo(inv_freq.dtype)

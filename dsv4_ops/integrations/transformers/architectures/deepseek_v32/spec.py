@@ -47,7 +47,7 @@ class DsaModelSpec(MlaModelSpec):
 
     Attributes:
         layers: Spec of the attention layers.
-        passes_selection: Whether layers take and return selections, as GLM-5's do.
+        passes_selection: Whether layers take and return selections, as the layers of GLM-5 do.
     """
 
     layers: DsaSpec
