@@ -15,38 +15,38 @@ import pytest
 
 from tests.support import cpu_seconds
 
-# A compile makes a million objects, few of them garbage: looking for it takes a tenth of the time.
+# A compilation makes a million objects but little garbage: collections take a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
-# Dynamo looks for it after every compile besides.
+# Dynamo would also collect garbage after every compilation.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
-# Images often forbid bytecode files; then each process compiles all of torch that it imports: 10 s.
+# Images often forbid bytecode files; then each process compiles torch's Python files: 10 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# No test finds code that another one, or a run before, compiled.
+# No test may find code that another test or an earlier run compiled.
 os.environ.setdefault("DSV4_OPS_CACHE", "off")
-# A crashed compile leaves Inductor's worker pool waiting for minutes at exit; one thread has no
-# pool.
+# After a crashed compilation, Inductor's worker pool waits for minutes at exit; with one thread
+# there is no pool.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# References and models make and drop tensors of megabytes; a worker that gave their memory back to
-# the system each time would spend a quarter of its CPU time there.
+# References and models make and drop tensors of megabytes; a worker that returned their memory to
+# the system each time would spend a quarter of its CPU time on that.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
-# Threads that spin between loops take the core from those that work.
+# Idle threads must not spin: they would take the core from working threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Inductor tries each set of vector instructions with a compile and a process; kernels made with
-# what a compiler lacks fail just as loudly.
+# Inductor would test each set of vector instructions with a compilation and a process; if the
+# compiler lacks a set, kernels fail clearly without this test.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# What calls the kernels of a package is 10 s of -O1, and has no loops.
+# The code that calls a package's kernels has no loops to optimise; -O1 would take 10 s.
 if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
     os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
-if "PYTEST_XDIST_WORKER" in os.environ and "DSV4_OPS_GPUS" in os.environ:  # and the GPUs
+if "PYTEST_XDIST_WORKER" in os.environ and "DSV4_OPS_GPUS" in os.environ:  # share the GPUs
     _number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = str(_number % int(os.environ["DSV4_OPS_GPUS"]))
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
-    os.environ["OMP_NUM_THREADS"] = "1"  # also in what tests start
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
+    os.environ["OMP_NUM_THREADS"] = "1"  # processes that tests start inherit this
 
     import torch
 
@@ -59,23 +59,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
 
 @pytest.fixture
 def vectors() -> Iterator[None]:
-    """Compile loops with vectors, as users get them, in workers too."""
+    """Let Inductor use SIMD instructions, as users do, in workers too."""
     from torch._inductor import config
 
-    # headers that are precompiled for one graph cost more than they save
+    # precompiled headers for a single graph take more time than they save
     with config.patch({"cpp.simdlen": None, "cpp_cache_precompile_headers": False}):
         yield
 
 
-# what test_stubs.py runs in a process of its own, where torch-tensorrt stands on stubs
+# test_stubs.py runs this folder in a process of its own, where torch-tensorrt imports stubs
 under_stubs = os.environ.get("DSV4_OPS_UNDER_STUBS")
 collect_ignore_glob = [] if under_stubs else ["tensorrt/under_stubs/*.py"]
 
 
 @pytest.fixture(autouse=True)
 def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that loads FlashMLA or DeepGEMM leaves it loaded: ``impl="auto"`` takes ours in all
-    tests but those of the choice."""
+    """Let ``impl="auto"`` select our kernels, except in tests of providers: a test that loads
+    FlashMLA or DeepGEMM leaves the library loaded."""
     if "providers" not in request.node.nodeid:
         from dsv4_ops.dispatch import choice
 
@@ -84,9 +84,9 @@ def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def _no_grad_for_models(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests of models take no gradients, unless they ask for them, and Dynamo begins anew in each.
+    """Disable gradients in tests of models, and reset Dynamo before each.
 
-    Not in a conftest.py beside them, which could not be imported where transformers is missing.
+    This fixture is not in their own conftest.py, which cannot be imported without transformers.
     """
     if Path(__file__).parent / "transformers" not in request.path.parents:
         yield
@@ -106,12 +106,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    with contextlib.suppress(ImportError):  # of pytest before 8.4, which collects once
+    with contextlib.suppress(ImportError):  # pytest before 8.4 collects only once
         from _pytest.unraisableexception import gc_collect_iterations_key
 
-        config.stash[gc_collect_iterations_key] = 1  # not 5 times at the end, each of a second
+        config.stash[gc_collect_iterations_key] = 1  # instead of 5 at the end, a second each
     seconds = config.getoption("--stop-after")
-    if seconds is not None:  # workers are told the end, not the time that is left
+    if seconds is not None:  # workers get the time of the end, not the remaining seconds
         os.environ.setdefault("DSV4_OPS_STOP_AT", str(time.time() + seconds))
 
 
@@ -131,23 +131,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What imports made stays: no collection looks through it again."""
+    """Freeze the objects that imports made, so that no later collection visits them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def frozen_heap() -> None:
-    """Hugging Face's managers collect garbage when they stop: not among all that tests imported."""
+    """Freeze all objects, so that the collections of Hugging Face's managers take less time."""
     gc.collect()
     gc.freeze()
 
 
 def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
-    """Slow tests first in what each worker starts with, so that short ones fill up its end.
+    """Sort slow tests to the front of each worker's part, so that short tests fill up its end.
 
     xdist deals equal runs of the list. Slow tests of one file stay together: they share fixtures.
-    So do tests that fork from a process with torch imported: one worker starts such processes.
+    So do tests that fork from a process with torch imported: one worker has that process.
     """
     if hands == 1:
         return items
@@ -174,7 +174,7 @@ def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
 
 
 def _forks(item: pytest.Item) -> bool:
-    """Whether the test is of a file that takes processes of ``forked.py`` or ``ranks.py``."""
+    """Return whether the test's file starts processes by ``forked.py`` or ``ranks.py``."""
     names = vars(item.module) if isinstance(item, pytest.Function) else {}
     forks = not names.keys().isdisjoint({"forked", "run_ranks", "start_forked"})
     return forks and not item.get_closest_marker("gpu")
@@ -192,7 +192,7 @@ _cpu_seconds: dict[str, float] = {}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Any:
-    """Give every report the CPU time of its phase, that of ended processes included."""
+    """Give every report the CPU time of its phase, including that of ended processes."""
     global _cpu_until_now
     report = yield
     report.cpu_seconds = -_cpu_until_now + (_cpu_until_now := cpu_seconds.until_now())
@@ -200,7 +200,7 @@ def pytest_runtest_makereport() -> Any:
 
 
 def pytest_terminal_summary(config: pytest.Config) -> None:
-    """Write the CPU seconds of files and tests, the largest first."""
+    """Write the CPU seconds of files and tests, in descending order."""
     path = config.getoption("--cpu-seconds")
     if path is None or not _cpu_seconds:
         return
@@ -217,7 +217,7 @@ def _largest(seconds: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Name a test the moment it fails: a call that is killed prints no summary."""
+    """Print a failed test at once, because pytest prints no summary when it is killed."""
     taken = getattr(report, "cpu_seconds", 0.0)
     _cpu_seconds[report.nodeid] = _cpu_seconds.get(report.nodeid, 0.0) + taken
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
@@ -227,7 +227,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Hold a lock that the workers of this machine share."""
+    """Hold a lock that all workers on this machine share."""
     with Path(tempfile.gettempdir(), f"dsv4_ops_{name}.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
@@ -235,7 +235,7 @@ def _alone(name: str) -> Iterator[None]:
 
 @pytest.fixture
 def gpu_memory_alone() -> Iterator[None]:
-    """For tests that take 10 GB and more: one at a time, so that an 80 GB GPU holds all workers."""
+    """Run tests that take 10 GB or more one at a time, so that all workers fit an 80 GB GPU."""
     with _alone("gpu_memory_" + os.environ.get("CUDA_VISIBLE_DEVICES", "")):
         yield
         _give_back_gpu_memory(0)
@@ -243,7 +243,7 @@ def gpu_memory_alone() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _gpu_memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Workers share a GPU: what one keeps for later, the others lack."""
+    """Free cached GPU memory after a test, because workers share the GPU."""
     yield
     if request.node.get_closest_marker("gpu") is not None:
         _give_back_gpu_memory(2**30)

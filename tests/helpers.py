@@ -1,4 +1,4 @@
-"""What the test files share: tensors from lists, exact comparison, layouts."""
+"""Helpers for all test files: tensors from lists, exact comparison, layouts."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,17 +20,17 @@ from dsv4_ops.testing.strategies.batches import (
 )
 
 NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
-"""Of `make test-all`: more draws, and tests marked nightly."""
+"""Whether `make test-all` runs: more sampled calls, and tests marked nightly."""
 SMOKE = "DSV4_OPS_SMOKE" in os.environ
-"""Of `make smoke`: few tests run, so that they show what others show in `make test`."""
+"""Whether `make smoke` runs. Few tests run, so they also show what others show in `make test`."""
 EVERY = NIGHTLY or os.environ.get("DSV4_OPS_SMOKE") == "every"
-"""Of `make lanes` too: every example of a kernel, every type of layer."""
+"""Whether `make test-all` or `make lanes` runs: all examples of kernels, all types of layers."""
 
 Result = Tensor | Sequence[Tensor]
 
 
 def nightly(shown_by: str, *values: Any) -> list[Any]:
-    """Parameters of ``make test-all``; a tuple is one of several arguments."""
+    """Return parameters for ``make test-all`` only; a tuple has the values of several arguments."""
     mark = pytest.mark.nightly(shown_by)
     return [
         pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=mark) for each in values
@@ -38,7 +38,7 @@ def nightly(shown_by: str, *values: Any) -> list[Any]:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values in a view that is not contiguous, with junk between them."""
+    """Return the same values in a view that is not contiguous, with junk between the values."""
     if tensor.dim() == 1:
         base = torch.full((tensor.shape[0] + 1, 3), 77, dtype=tensor.dtype)
         base[1:, 1] = tensor
@@ -50,7 +50,7 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 def widened(table: Tensor) -> Tensor:
-    """The same table as a column slice of a wider one: row stride larger than the width."""
+    """Return the same table as columns of a wider table, with a row stride above the width."""
     rows, columns = table.shape
     base = torch.full((rows, columns + 3), 77, dtype=table.dtype)
     base[:, 1 : columns + 1] = table
@@ -58,7 +58,7 @@ def widened(table: Tensor) -> Tensor:
 
 
 def call(op: Callable[..., Any], *tensors: Tensor, **settings: int) -> Any:
-    """Run an op and make sure that it left its inputs alone."""
+    """Run an op, and assert that it did not change its inputs."""
     before = [tensor.clone() for tensor in tensors]
     result = op(*tensors, **settings)
     for tensor, copy in zip(tensors, before, strict=True):
@@ -67,7 +67,7 @@ def call(op: Callable[..., Any], *tensors: Tensor, **settings: int) -> Any:
 
 
 def assert_exact(actual: Result, expected: Result) -> None:
-    """Same number of tensors, same dtype, shape and values."""
+    """Assert equal numbers of tensors, dtypes, shapes and values."""
     if isinstance(expected, Tensor):
         actual, expected = [actual], [expected]
     assert len(actual) == len(expected)
@@ -83,7 +83,7 @@ def maybe_strided(layout: Random, tensor: Tensor) -> Tensor:
 
 
 class Called(TorchDispatchMode):
-    """Names of our ops, in the order of their calls, and the dtypes of their first arguments."""
+    """Records the names of our ops in call order, and the dtypes of their first arguments."""
 
     def __init__(self) -> None:
         super().__init__()

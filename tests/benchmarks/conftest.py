@@ -1,4 +1,4 @@
-"""What tests of several benchmarks share: runs without a compiler or a clock."""
+"""Fixtures for tests of benchmarks: runs without a compiler and without timing."""
 
 import json
 
@@ -11,20 +11,20 @@ from benchmarks.run import main
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Stand the ops themselves in for compiled ones and packages, so that a run takes seconds."""
+    """Replace compiled ops and packages by the eager ops, so that a run takes seconds."""
     monkeypatch.setattr(measure, "compiled_op", lambda function: function)
     monkeypatch.setattr(measure, "wall_us", lambda *_, **__: timing.Timing(2.0, 1.0, 3.0))
     monkeypatch.setattr(packages, "build", unpackaged)
 
 
 def unpackaged(form, device):
-    """The call that a package is made of."""
+    """Return the call itself instead of a package of the call."""
     return form.case(form.exported).build(device).call
 
 
 @pytest.fixture
 def smoke(tmp_path):
-    """Run a benchmark: its exit status, and its rows."""
+    """Return a function that runs a benchmark and returns its exit status and rows."""
 
     def run(name, *more):
         status = main([name, "--smoke", "--out", str(tmp_path), *more])

@@ -1,4 +1,4 @@
-"""FlashMLA and vLLM's cache ops as the benchmarks call them, played by our ops."""
+"""Fakes of FlashMLA and vLLM's cache ops for benchmarks, which run our ops."""
 
 import torch
 
@@ -7,13 +7,13 @@ from dsv4_ops.core.layout import MainLayout
 
 
 def paged_cache(view):
-    """A cache and its block size, from FlashMLA's view of it."""
+    """Return our cache and its block size from FlashMLA's view of the cache."""
     blocks, size = view.shape[:2]
     return view.as_strided((blocks, MainLayout(size).page_bytes), (view.stride(0), 1)), size
 
 
 class FlashMLA:
-    """The library that the baseline is loaded from, played by our ops."""
+    """A fake of the baseline's library, which runs our ops."""
 
     def __init__(self, factor=1.0):
         self.factor, self.plans = factor, []
@@ -53,7 +53,7 @@ class FlashMLA:
 
 
 class Cache:
-    """vLLM's cache ops, played by ours; a server's block tables are dense."""
+    """A fake of vLLM's cache ops, which runs our ops; a server's block tables are dense."""
 
     def __init__(self, missing=0):
         self.missing, self.gathered = missing, []

@@ -1,4 +1,4 @@
-"""A stand-in for DeepGEMM on CPU, and calls of the indexer for it."""
+"""A fake of DeepGEMM on a CPU, and calls of the indexer for tests of it."""
 
 import torch
 
@@ -11,8 +11,8 @@ from tests.oracles.plan import paged_mqa_logits_metadata as planned
 
 
 class FakeDeepGemm:
-    """Paged logits as the library documents them: it refuses what it would misread, and leaves what
-    is past the lengths as it was."""
+    """Computes paged logits as DeepGEMM documents them. It refuses arguments that DeepGEMM would
+    misread, and writes nothing past the lengths."""
 
     def __init__(self) -> None:
         self.calls = self.schedules = 0
@@ -53,8 +53,8 @@ class FakeDeepGemm:
 
 
 def indexer_call(seed: int, tokens: int = 9, heads: int = 64):
-    """Adversarial blocks, requests and lengths over a cache with keys in every row; small integers,
-    whose scores are exact in any order."""
+    """Sample a call with adversarial blocks, requests and lengths over a full cache. Values are
+    small integers, so that scores are exact in any order."""
 
     def whole(*shape: int) -> torch.Tensor:
         return torch.randint(-4, 5, shape, generator=made).bfloat16()

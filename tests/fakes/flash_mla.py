@@ -1,5 +1,5 @@
-"""A stand-in for vLLM's build of FlashMLA on CPU: ops of the same names, schemas and registration,
-which compute what the library documents and refuse what it would misread."""
+"""A fake of vLLM's build of FlashMLA on a CPU: ops with the same names, schemas and registration.
+They compute what FlashMLA documents, and refuse arguments that FlashMLA would misread."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ PREFILL = (
 PARTS = 3
 calls: list[str] = []
 plans: list[int] = []
-"""Tokens of the calls that it planned itself."""
+"""Numbers of tokens of the calls for which the fake made a plan itself."""
 
 
 def require(fact: bool, what: str) -> None:
@@ -39,7 +39,7 @@ def require(fact: bool, what: str) -> None:
 
 
 def keys_of(view: Tensor, slots: Tensor, lens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys of the listed slots, and which count."""
+    """Return the keys of the listed slots, and which of them are valid."""
     blocks, size, one, row = view.shape
     is_v32 = row == 656
     require(one == 1 and row in (584, 656) and view.stride()[1::2] == (row, 1), "the cache")
@@ -73,7 +73,7 @@ def attended(
     logits = torch.einsum("bhd,bkd->bhk", q.float(), keys) * scale
     logits = logits.masked_fill(~counts[:, None], -math.inf)
     lse = logits.logsumexp(-1)
-    lse = torch.where(lse == -math.inf, math.inf, lse)  # of no key
+    lse = torch.where(lse == -math.inf, math.inf, lse)  # FlashMLA's lse without keys
     out = torch.einsum("bhk,bkd->bhd", torch.exp(logits - lse[..., None]), keys[..., :512])
     if sink is not None:
         out = out / (1 + torch.exp(sink[None] - lse))[..., None]
@@ -81,7 +81,7 @@ def attended(
 
 
 def planned(b: int, *lists: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Its plan of these lists, which is wrong for all others."""
+    """Return a plan for these lists; the fake refuses it for other lists."""
     widths = [slots.shape[2] for slots, _ in lists] + [0]
     pairs = zip(widths, lists, strict=False)
     lens = [[width] * b if counts is None else counts.tolist() for width, (_, counts) in pairs]
@@ -94,7 +94,7 @@ def decode(
     q, kv, indices, lens, sink, schedule, splits, extra_kv, extra_indices, extra_lens, d_v, scale,
     out,
 ):  # fmt: skip
-    q.data_ptr()  # a trace that gets here is wrong
+    q.data_ptr()  # raises in a trace, which must not call this
     calls.append("decode")
     b, queries, heads, width = q.shape
     require(b > 0 and queries == 1 and d_v == 512, "the queries")
@@ -133,7 +133,7 @@ def dense_decode(q, kv, d_v, lens, block_table, scale, causal, schedule, splits,
     require(block_table.dtype == lens.dtype == torch.int32 and lens.is_contiguous(), "the lengths")
     require(bool(((lens >= 0) & (lens <= block_table.shape[1] * 64)).all()), "lengths out of range")
     column = torch.arange(block_table.shape[1])
-    read = column * 64 < lens[:, None].clamp(min=1)  # the first block of any
+    read = column * 64 < lens[:, None].clamp(min=1)  # at least the first block
     pages = torch.where(read, block_table, 0).long()
     require(bool(((pages >= 0) & (pages < kv.shape[0])).all()), "pages that do not exist")
     counts = torch.arange(block_table.shape[1] * 64) < lens[:, None]
@@ -143,7 +143,7 @@ def dense_decode(q, kv, d_v, lens, block_table, scale, causal, schedule, splits,
     lse = logits.logsumexp(-1)
     shares = torch.exp(logits - torch.where(lse == -math.inf, math.inf, lse)[..., None])
     found = torch.einsum("bhk,bkd->bhd", shares.to(q.dtype).float(), keys[..., :512])
-    found = torch.where((lse == -math.inf)[..., None], math.nan, found)  # whatever was read
+    found = torch.where((lse == -math.inf)[..., None], math.nan, found)  # undefined without keys
     lse = torch.where(lse == -math.inf, math.inf, lse)
     plan = torch.zeros(PARTS, 8, dtype=torch.int32), torch.zeros(b + 1, dtype=torch.int32)
     return found[:, None].to(q.dtype), lse[:, None].transpose(1, 2), *plan
@@ -170,7 +170,7 @@ def prefill(q, kv, indices, scale, d_v, sink, lens, out):
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """With the ops registered, as functions without a device, which is how vLLM does it."""
+    """Register the ops as vLLM does, as functions for all devices."""
     from dsv4_ops.dispatch import libraries
     from dsv4_ops.kernels import opaque_op
     from dsv4_ops.lowering import _compat, register

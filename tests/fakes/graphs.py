@@ -1,5 +1,5 @@
-"""CUDA graphs on a CPU: what a capture runs is undone, and a replay repeats its ops on the tensors
-that the capture saw, whatever Python holds by then."""
+"""Simulate CUDA graphs on a CPU: the effects of a capture are undone, and a replay repeats the
+captured ops on the tensors of the capture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.generation import draft_generation, kept
 
 CONFIG = CompileConfig(backend="eager")
-"""Compile on a CPU too."""
+"""Makes ``generate`` compile on a CPU too."""
 CONFIG._compile_all_devices = True
 
 
@@ -39,8 +39,8 @@ class _Recording(TorchDispatchMode):
 
 
 def install(monkeypatch: Any, folder: Any) -> list[Any]:
-    """Let ``generate`` capture steps on the CPU, whose parts are kept in a folder, as Dynamo runs
-    under no recording. Caches of at most 1 MiB are kept. Returns the pools of the captures."""
+    """Let ``generate`` capture steps on a CPU, and keep caches of at most 1 MiB. A folder stores
+    compiled parts, because Dynamo cannot run during a recording. Return the captures' pools."""
     pools: list[Any] = []
     monkeypatch.setenv("DSV4_OPS_CACHE", str(folder))
     monkeypatch.setattr(precompiled, "environment", lambda settings: "here")
@@ -55,7 +55,7 @@ def install(monkeypatch: Any, folder: Any) -> list[Any]:
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """Stand for ``kept.captured``."""
+    """Replace ``kept.captured``."""
     recording = _Recording()
     with recording:
         run()

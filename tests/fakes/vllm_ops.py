@@ -1,4 +1,4 @@
-"""vLLM's files around attention, played by our ops and by plain PyTorch over vLLM's arguments."""
+"""Fakes of vLLM's files around attention: our ops and plain PyTorch, with vLLM's arguments."""
 
 from types import SimpleNamespace
 
@@ -39,7 +39,7 @@ def compress_norm_rope_store_triton(
         pages = block_table[int(token_to_req_indices[token]), place // block_size].long()
         states = state_cache[pages, place % block_size]
         kv, score = (states[:, start : start + state_width] for start in (0, state_width))
-        if overlap:  # the window before has the columns in front
+        if overlap:  # the first columns belong to the previous window
             kv, score = (
                 torch.cat([part[:compress_ratio, :head_dim], part[compress_ratio:, head_dim:]])
                 for part in (kv, score)
@@ -85,7 +85,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
 
 
 def fakes():
-    """By the names of ``Libraries``."""
+    """Return the fakes by their names in ``Libraries``."""
     return {
         "extension": SimpleNamespace(
             fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert=(

@@ -1,4 +1,4 @@
-"""The mbarriers of an emulated program: their phases, and the clocks that they hand on."""
+"""The mbarriers of an emulated program: their phases, and the clocks that they pass on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from tests.gluon_emulator.values import EmulationError
 
 MOST = 8
-"""Partitions of a program, at most."""
+"""Maximum number of partitions in a program."""
 
 
 @dataclass
@@ -17,15 +17,15 @@ class Barrier:
     count: int
     arrived: int = 0
     phase: int = 0
-    """Phases that are complete."""
+    """Number of complete phases."""
     next_clock: np.ndarray = field(default_factory=lambda: np.zeros(MOST))
     clock: np.ndarray = field(default_factory=lambda: np.zeros(MOST))
     seen: dict[int, float] = field(default_factory=dict)
-    """When partitions saw the present phase."""
+    """Times at which partitions saw the present phase."""
 
     def arrive(self, number: int, clock: np.ndarray, count: int, name: str) -> None:
-        """Of the partition ``number``. A barrier has one bit: a phase that is complete before all
-        who wait for the one before have seen it, in every schedule, may be missed."""
+        """Count arrivals of the partition ``number``. As a barrier has one bit, raise if a waiting
+        partition may miss a phase, because the next phase may complete first."""
         self.next_clock = np.maximum(self.next_clock, clock)
         self.arrived += count
         if self.arrived > self.count:

@@ -1,10 +1,10 @@
-"""Runs the Python source of Gluon kernels over numpy, as Triton's interpreter does for kernels of
-its own language: ``Emulator()(kernel)[grid](*args, **constexprs)`` with tensors on the CPU. It runs
-Triton kernels too that have no more than what is here.
+"""Run the Python source of Gluon kernels over numpy: ``Emulator()(kernel)[grid](*args,
+**constexprs)``, with tensors on the CPU. The emulator also runs Triton kernels if they use no other
+functions than those below.
 
-A kernel's functions run with other globals: ``gl`` and ``tl`` are ``_Language``, what they call is
-emulated likewise, and functions that hold assembly are those of ``ASSEMBLY``. Layouts mean nothing,
-and the threads of a partition are one: both are Triton's to check, when it compiles the kernel.
+A kernel's functions run with other globals: ``gl`` and ``tl`` are ``_Language``, called functions
+are emulated too, and ``ASSEMBLY`` replaces functions with inline assembly. Layouts have no effect,
+and a partition runs as one thread; Triton checks layouts and threads when it compiles the kernel.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from tests.gluon_emulator.values import EmulationError, Number, Value, elementwi
 
 
 def _e4m3() -> np.ndarray:
-    """The float32 value of every code of e4m3fn."""
+    """Return the float32 value of every code of e4m3fn."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
 def _decoded(words: Value) -> np.ndarray:
-    """The values of the codes of words, lower bytes first."""
+    """Return the values of the codes in words, lower bytes first."""
     return _e4m3()[np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)]
 
 
 def _in_pairs(words: Value, halves: np.ndarray) -> tuple[Value, Value]:
-    """Two words for each of ``words``, of four values of 16 bits."""
+    """Return two words for each of ``words``: four values of 16 bits."""
     pairs = np.ascontiguousarray(halves).view(np.int32)
     return words.like(pairs[..., 0]), words.like(pairs[..., 1])
 
 
 def _widen_codes(words: Value, factor: Value) -> tuple[Value, Value]:
-    """``widen_codes`` of sparse MLA's dequant producer: lower bytes are earlier values."""
+    """Emulate ``widen_codes`` of sparse MLA's dequant producer: lower bytes are earlier values."""
     halves = np.ascontiguousarray(factor.data).view(np.uint16).reshape(*factor.shape, 2)
     factors = values.widened(np.concatenate([halves, halves], -1))
     with np.errstate(all="ignore"):
@@ -62,12 +62,12 @@ def _widen_codes(words: Value, factor: Value) -> tuple[Value, Value]:
 
 
 def _codes_to_f16(words: Value) -> tuple[Value, Value]:
-    """``codes_to_f16`` of dense MLA: float16 values."""
+    """Emulate ``codes_to_f16`` of dense MLA: float16 values."""
     return _in_pairs(words, _decoded(words).astype(np.float16))
 
 
 def _scale_codes(words: Value, scale: Value) -> tuple[Value, Value]:
-    """``scale_codes`` of dense MLA: bf16 values times a float32 factor."""
+    """Emulate ``scale_codes`` of dense MLA: bf16 values times a float32 factor."""
     with np.errstate(all="ignore"):
         return _in_pairs(words, values.rounded_to_bf16(_decoded(words) * scale.data[..., None]))
 
@@ -77,7 +77,7 @@ def _multiply(left: Value, right: Value, *_: Any) -> Value:
 
 
 def _prefetch_l2(address: Value, size: Value) -> None:
-    """Changes nothing, but what is asked for must be memory of a tensor."""
+    """Emulate a prefetch: change nothing, but check that the addresses are in a tensor."""
     asked = size.data > 0
     for start, count in zip(address.data[asked], size.data[asked], strict=True):
         inside = any(
@@ -89,7 +89,7 @@ def _prefetch_l2(address: Value, size: Value) -> None:
 
 
 def _prefetch_line(address: Value, valid: Value) -> None:
-    """Asks for 16 bytes of each line."""
+    """Emulate a prefetch of 16 bytes of each line."""
     _prefetch_l2(address, valid * 16)
 
 
@@ -101,11 +101,11 @@ ASSEMBLY = {
     "scale_codes": _scale_codes,
     "_multiply": _multiply,
 }
-"""What functions with assembly mean, by their names."""
+"""Replacements of functions with inline assembly, by name."""
 
 
 class _Language:
-    """``gl`` of a kernel that is emulated: what is not here are Triton's types."""
+    """``gl`` of an emulated kernel; names that are not defined here are Triton's types."""
 
     load, store, where = map(staticmethod, (memory.load, memory.store, values.where))
     maximum, minimum = map(staticmethod, (values.maximum, values.minimum))
@@ -148,13 +148,13 @@ class _Language:
         return value
 
     def thread_barrier(self) -> None:
-        """Of the threads of a partition, which are one."""
+        """Do nothing, because a partition runs as one thread."""
 
     barrier = thread_barrier
 
 
 def _stand_ins(program: Program) -> dict[int, Any]:
-    """What a kernel's module may have imported, by its id, and what it is here."""
+    """Return replacements, by id, of objects that a kernel's module may have imported."""
     barriers = types.SimpleNamespace(
         init=program.init,
         arrive=program.arrive,
@@ -181,7 +181,7 @@ def _stand_ins(program: Program) -> dict[int, Any]:
 
 
 class _Assignments(ast.NodeTransformer):
-    """A name that is assigned a number is a tensor, but for those that are annotated."""
+    """Turns assigned numbers into tensors, except for annotated names."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         value = ast.Call(ast.Name("_assigned", ast.Load()), [node.value], [])
@@ -196,7 +196,7 @@ def _assigned(value: Any) -> Any:
 
 @functools.cache
 def _code(function: JITFunction[Any]) -> types.CodeType:
-    """A module that defines the function, its lines numbered as in its file."""
+    """Compile a module that defines the function, with the line numbers of its file."""
     source = function.fn.__code__
     tree = ast.increment_lineno(function.parse(), source.co_firstlineno)
     tree = ast.fix_missing_locations(_Assignments().visit(tree))
@@ -205,7 +205,7 @@ def _code(function: JITFunction[Any]) -> types.CodeType:
 
 @functools.cache
 def _names(function: JITFunction[Any]) -> frozenset[str]:
-    """What the function may look up in its module."""
+    """Return the names that the function may look up in its module."""
     found, codes = set(), [_code(function)]
     for code in codes:
         found.update(code.co_names)
@@ -215,13 +215,13 @@ def _names(function: JITFunction[Any]) -> frozenset[str]:
 
 @functools.cache
 def _aggregate(source: Any) -> type:
-    """An aggregate as a class of values that kernels read and cannot change."""
+    """Turn an aggregate into a class of values that kernels can read but not change."""
     fields = source.__aggregate_fields__
     return dataclasses.make_dataclass(source.__name__, fields, frozen=True, eq=False)
 
 
 class _Translated:
-    """The functions of kernels as functions of emulated values."""
+    """Translates functions of kernels into functions of emulated values."""
 
     def __init__(self, program: Program) -> None:
         self.stand_ins = _stand_ins(program)
@@ -250,7 +250,7 @@ class _Translated:
 
 
 def _argument(name: str, value: Any) -> Any:
-    """As Triton passes it: a 1 is known when a kernel is compiled."""
+    """Pass an argument as Triton does: the int 1 becomes a constant of the compiled kernel."""
     if isinstance(value, torch.Tensor):
         return pointer_to(name, value)
     return value if value is None or value == 1 else tensor(value)
@@ -279,8 +279,8 @@ class _Emulated:
 def results_of(
     name: str, case: Case, seed: int = 0, num_sms: int = PROGRAMS
 ) -> tuple[tuple[torch.Tensor, ...], list[str]]:
-    """Results of an op's launcher, its kernels emulated, and what was launched. What nobody writes
-    is NaN."""
+    """Run an op's launcher with emulated kernels; return its results, and the names of launched
+    kernels. Memory that no kernel writes is NaN."""
     emulator = Emulator(seed, num_sms)
     torch.use_deterministic_algorithms(True)
     try:
@@ -291,8 +291,8 @@ def results_of(
 
 
 class Emulator(Launcher):
-    """A launcher whose kernels are emulated, on an H200 of ``num_sms``. ``seed`` decides the turns
-    of partitions."""
+    """A launcher that emulates kernels on an H200 with ``num_sms``. ``seed`` decides the order in
+    which partitions run."""
 
     def __init__(self, seed: int = 0, num_sms: int = PROGRAMS) -> None:
         super().__init__(self._emulated, capability=(9, 0), num_sms=num_sms)

@@ -1,4 +1,4 @@
-"""Memory that an emulated kernel reads and writes through pointers: every access is checked."""
+"""Memory that an emulated kernel accesses through pointers; every access is checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPES = {
 
 
 class Buffer:
-    """The bytes between the first and the last value of a tensor."""
+    """The bytes from the first to the last value of a tensor."""
 
     def __init__(self, name: str, values: torch.Tensor) -> None:
         pairs = zip(values.shape, values.stride(), strict=True)
@@ -32,7 +32,7 @@ class Buffer:
         self.name, self.start = name, values.data_ptr()
 
     def words(self, addresses: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The buffer as words of the type, which of the addresses are inside, and at which word."""
+        """Return the buffer as words of ``dtype``, which addresses are inside, and which words."""
         size = dtype.primitive_bitwidth // 8
         offsets = addresses - self.start
         inside = (offsets >= 0) & (offsets <= len(self.bytes) - size)
@@ -43,13 +43,13 @@ class Buffer:
 
 
 def pointer_to(name: str, values: torch.Tensor) -> Value:
-    """The address of the first value."""
+    """Return the address of a tensor's first value."""
     buffer = Buffer(name, values)
     return Value(np.int64(buffer.start), gl.pointer_type(_TYPES[values.dtype]), (buffer,))
 
 
 def _wanted(pointer: Value, mask: Any) -> np.ndarray:
-    """Which of the pointers are followed. They lead to words that begin where such may."""
+    """Return which pointers are accessed; check that these pointers are aligned."""
     wanted = tensor(True if mask is None else mask).data
     assert pointer.dtype.is_ptr()
     assert wanted.dtype == np.bool_
@@ -60,7 +60,7 @@ def _wanted(pointer: Value, mask: Any) -> np.ndarray:
 
 
 def _found(pointer: Value, wanted: np.ndarray) -> Any:
-    """For every buffer its words, at which of the pointers they are wanted, and which."""
+    """Yield every accessed buffer's words, the pointers into it, and the words' places."""
     for buffer in pointer.buffers:
         words, inside, place = buffer.words(pointer.data, pointer.dtype.element_ty)
         here = wanted & inside
@@ -92,7 +92,7 @@ def store(pointer: Value, value: Any, mask: Any = None, **hints: Any) -> None:
 
 
 def poison(dtype: Any) -> np.ndarray:
-    """What memory holds that nobody wrote: NaN, or a number that fits nothing."""
+    """Return the contents of unwritten memory: NaN, or an implausible number."""
     if dtype.is_floating():
         return tensor(float("nan")).to(dtype).bits()
     return np.asarray(0x7BADBEEF).astype(storage(dtype))

@@ -1,9 +1,9 @@
-"""One program of an emulated Gluon kernel: partitions that take turns in a random order, mbarriers,
-shared memory, and matrix products that take place when they are waited for.
+"""One program of an emulated Gluon kernel: partitions that run in a random order, mbarriers, shared
+memory, and matrix products that are computed when a partition waits for them.
 
-Partitions run one at a time, so a seed gives a schedule. What may go wrong in another schedule is
-found all the same: every partition has a vector clock, which barriers hand on, and an access to
-shared memory must be ordered by them with all others of the same bytes that it conflicts with.
+Partitions run one at a time, so a seed determines the schedule. The emulator also finds errors that
+happen in other schedules only: every partition has a vector clock, which barriers pass on, and the
+clocks must order each access to shared memory with all conflicting accesses to the same bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.gluon_emulator.memory import load, poison
 from tests.gluon_emulator.values import EmulationError, Typed, Value, from_bits, storage
 
 THREADS = 128
-"""Threads of a partition."""
+"""Number of threads in a partition."""
 
 
 class _Stopped(BaseException):
-    """Another partition has failed."""
+    """Stops a partition after another partition has failed."""
 
 
 @dataclass
@@ -38,23 +38,23 @@ class Partition:
     goes_on: Callable[[], bool] | None = None
     waits_for: str = ""
     products: list[Product] = field(default_factory=list)
-    """Those that nobody has waited for."""
+    """Products for which no partition has waited yet."""
     copies: list[tuple[Shared, Value]] = field(default_factory=list)
-    """Those that nothing says the arrival of."""
+    """Copies whose arrival is not known yet."""
     groups: list[int] = field(default_factory=list)
-    """Where groups of them end."""
+    """Numbers of copies at which groups end."""
 
 
 @dataclass
 class _Access:
     time: float
-    """Of the clock of its partition; inf while a product or a copy is under way."""
+    """Time on the partition's clock; inf while a product or a copy is in flight."""
     fences: dict[int, float] = field(default_factory=dict)
-    """Partitions that had a fence when they knew of it, and when the first was."""
+    """Partitions that had a fence after this access, and the time of their first fence."""
 
 
 class _Memory:
-    """An allocation, and the last access of every kind by every partition to every part."""
+    """An allocation, and each partition's last access of every kind to every part."""
 
     def __init__(self, program: Program, name: str) -> None:
         self.program, self.name = program, name
@@ -62,8 +62,8 @@ class _Memory:
 
 
 class Shared(Typed):
-    """A view of shared memory. ``box`` is what it spans of every dimension of the allocation, in
-    values or, of the last, bytes; ``axes`` are the dimension and the unit of each of its own."""
+    """A view of shared memory. ``box`` has the view's range in every dimension of the allocation,
+    in values, or in bytes for the last; ``axes`` has the dimension and unit of the view's axes."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Shared(Typed):
         return Shared(self.memory, self.bits.transpose(order), self.dtype, self.box, axes)
 
     def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
-        """The same bytes, row by row."""
+        """Return a view of the same bytes, row by row, with another type and shape."""
         bits = self.bits.view(storage(dtype))
         assert list(bits.shape) == list(shape)
         assert self.axes[-1][0] == len(self.box) - 1
@@ -120,7 +120,7 @@ class Shared(Typed):
 
 @dataclass
 class Product:
-    """The sum that a matrix product will be."""
+    """A matrix product that is not computed yet."""
 
     left: Value | Shared
     right: Shared
@@ -148,7 +148,7 @@ class Product:
             part if isinstance(part, Value) else from_bits(part.bits, part.dtype)
             for part in (self.left, self.right)
         )
-        # 16 at a time, as the matrix unit; so little that numpy starts no threads for it
+        # 16 at a time, as the tensor cores do; numpy starts no threads for so few
         rows, inner = left.data.shape
         columns = left.data.astype(np.float32).reshape(rows, inner // 16, 16).swapaxes(0, 1)
         with np.errstate(all="ignore"):
@@ -165,13 +165,13 @@ def _checked(left: Any, right: Any, sums: Any) -> None:
 
 
 class Program:
-    """The program that runs, of those of a grid."""
+    """The running program of a grid."""
 
     def __init__(self, grid: tuple[int, ...], random: Random) -> None:
         self.grid, self.random = grid, random
 
     def begin(self, ids: tuple[int, ...]) -> None:
-        """Be the program at this place of the grid."""
+        """Start the program with these ids in the grid."""
         self.ids = ids
         self.running = Partition(0, np.zeros(MOST))
         self.live = [self.running]
@@ -180,7 +180,7 @@ class Program:
         self.barriers: dict[tuple[_Memory, Any], Barrier] = {}
 
     def switch(self, waits_for: str = "", goes_on: Callable[[], bool] | None = None) -> None:
-        """Let another partition go on, or this one; with ``goes_on`` not before it is true."""
+        """Let a random partition continue; with ``goes_on``, this one waits until it is true."""
         me = self.running
         me.waits_for, me.goes_on = waits_for, goes_on
         if goes_on is None and self.random.random() < 0.5:
@@ -201,7 +201,7 @@ class Program:
                 me.turn.acquire()
 
     def specialise(self, parts: Any, warps: Any, registers: Any) -> Any:
-        """Run the first function here, and the others beside it."""
+        """Run the first function in this partition, and the others in new partitions."""
         assert len(parts) == len(warps) + 1 == len(registers) + 1 <= MOST
         assert len(self.live) == 1
         me = self.running
@@ -231,7 +231,7 @@ class Program:
         me.turn.acquire()
         try:
             if self.failure is None:
-                with np.errstate(all="ignore"):  # of this thread
+                with np.errstate(all="ignore"):  # holds for this thread only
                     function(*args)
                 self.finish(me)
                 self.live.remove(me)
@@ -294,8 +294,8 @@ class Program:
         return made
 
     def touch(self, part: Shared, kind: str) -> _Access:
-        """Note an access, which is a "read", a "write" or the "product" of a read; refuse one that
-        nothing orders with an earlier one."""
+        """Record a "read", a "write", or the read of a "product"; raise if no barrier orders the
+        access with an earlier conflicting access."""
         me = self.running
         me.clock[me.number] += 1
         accesses = part.memory.accesses
@@ -333,24 +333,24 @@ class Program:
         part.bits[...] = value.bits()
 
     def copy(self, part: Shared, pointer: Value, mask: Any = None) -> None:
-        """Copies that arrive when something is told so; memory is read now. Zeros without mask."""
+        """Start copies: memory is read now, and data arrives later. Masked values are zero."""
         self.switch()
         self.touch(part, "write").time = math.inf
         self.running.copies.append((part, load(pointer, mask, 0)))
 
     def copies_arrive(self, bar: Shared, increment_count: bool = True) -> None:
-        """Tell a barrier that all copies so far have arrived: every thread does."""
+        """Let every thread arrive at a barrier when all its copies so far have arrived."""
         self.switch()
         assert not increment_count
         self._arrived(len(self.running.copies))
         self.arrive(bar, count=THREADS)
 
     def commit_copies(self) -> None:
-        """What was copied since the last group is the next."""
+        """Put all copies since the last group into a new group."""
         self.running.groups.append(len(self.running.copies))
 
     def wait_copies(self, outstanding: int = 0) -> None:
-        """Wait for all groups but so many of the last ones."""
+        """Wait for all groups but the last ``outstanding``."""
         self.switch()
         groups = self.running.groups
         done = groups[: max(len(groups) - int(outstanding), 0)]

@@ -1,4 +1,4 @@
-"""The emulator of Gluon kernels finds what must not be: races, deadlocks, stray accesses."""
+"""The emulator of Gluon kernels finds races, deadlocks and accesses out of bounds."""
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ def _squares_kernel(
     EARLY: gl.constexpr,
     COUNT: gl.constexpr,
 ):
-    """The sum of the blocks times their transposes: one partition loads, another multiplies."""
+    """Sum blocks times their transposes: one partition loads, another multiplies."""
     rows = gl.allocate_shared_memory(gl.bfloat16, [64, 64], gl.NVMMASharedLayout(128, 16, 2))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -195,7 +195,7 @@ def _run_ahead(bar, phases):
 
 @gluon.jit
 def _phases_kernel(out, phases):
-    """One partition waits for phases that the other completes without waiting for it."""
+    """Let a partition wait for phases that the other partition completes without waiting."""
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     gl.warp_specialize([(_count, (bar, phases)), (_run_ahead, (bar, phases))], [4], [64])
@@ -203,7 +203,7 @@ def _phases_kernel(out, phases):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_phase_that_may_be_missed_is_found_in_every_schedule(seed):
-    """A barrier has one bit: two phases later it looks as before."""
+    """As a barrier has one bit, it looks the same after two more phases."""
     out = torch.zeros(1)
     emulated.Emulator(seed)(_phases_kernel)[(1,)](out, 1)
     with pytest.raises(EmulationError, match=r"partition 0 may miss a phase|deadlock"):
@@ -212,7 +212,7 @@ def test_a_phase_that_may_be_missed_is_found_in_every_schedule(seed):
 
 @gluon.jit
 def _groups_kernel(source, out, BEHIND: gl.constexpr, COMMITS: gl.constexpr):
-    """Two groups of copies; the first is read when all but BEHIND groups have arrived."""
+    """Start two groups of copies; read the first when all but BEHIND groups have arrived."""
     rows = gl.allocate_shared_memory(gl.int32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     lane = gl.arange(0, 64, LINE)
     async_load(rows.index(0), source + lane, mask=lane < 60)

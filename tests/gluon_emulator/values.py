@@ -1,5 +1,5 @@
-"""Tensors of an emulated Gluon kernel: numpy arrays with Triton's types, pointers into buffers that
-are checked at every access, and the functions of ``gl`` over them. bf16 is kept as float32."""
+"""Tensors of an emulated Gluon kernel: numpy arrays with Triton's types, pointers into buffers with
+checked accesses, and functions of ``gl`` over tensors. bf16 values are stored as float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 
 Number = (int, float, np.number)
-"""What is no tensor yet; ``numbers.Number`` is looked up for each value, which takes longer."""
+"""Types of values that are not tensors; ``isinstance`` with ``numbers.Number`` is slower."""
 
 _STORAGE: dict[str, np.dtype[Any]] = {
     "int1": np.dtype(np.bool_),
@@ -31,34 +31,34 @@ _ADDRESS = _STORAGE["int64"]
 
 
 class EmulationError(Exception):
-    """What a kernel must not do."""
+    """The kernel has an error."""
 
 
 def storage(dtype: Any) -> Any:
-    """The numpy type of the bytes of a value in memory."""
+    """Return the numpy type of a value in memory."""
     return _STORAGE[dtype.name]
 
 
 def _numbers(dtype: Any) -> Any:
-    """The numpy type that is computed in, or of an address."""
+    """Return the numpy type of computations with ``dtype``, or of an address."""
     return _COMPUTED.get(dtype.name, _ADDRESS)
 
 
 def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
-    """float32 values rounded to nearest even, as uint16 bits; NaN stays NaN."""
+    """Round float32 values to nearest even; return bf16 bits as uint16. NaN stays NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(values.shape)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """float32 values of the uint16 bits of bf16 ones."""
+    """Return the float32 values of bf16 bits in uint16."""
     words = np.ascontiguousarray(bits.astype(np.uint32) << 16)
     return words.view(np.float32).reshape(bits.shape)
 
 
 class Typed:
-    """What kernels ask of all tensors: a type with its own attributes, and some layout."""
+    """Attributes that kernels read from all tensors: a type, and some layout."""
 
     @property
     def type(self) -> Any:
@@ -70,7 +70,7 @@ class Typed:
 
 
 def _quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Towards zero, as in C."""
+    """Divide towards zero, as in C."""
     if not np.all(right):
         raise EmulationError("division by zero")
     rest = np.fmod(left, right)
@@ -84,7 +84,7 @@ def _remainder(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _operators(operation: Any, dtype: Any = None) -> tuple[Any, Any]:
-    """The method of a tensor on the left, and that of one on the right."""
+    """Return the operator's methods, for a tensor on its left and on its right."""
     return (
         lambda left, right: _binary(operation, left, right, dtype),
         lambda right, left: _binary(operation, left, right, dtype),
@@ -92,7 +92,7 @@ def _operators(operation: Any, dtype: Any = None) -> tuple[Any, Any]:
 
 
 class Value(Typed):
-    """A tensor, or of no dimensions a scalar. ``buffers`` are what a pointer may lead to."""
+    """A tensor, or a scalar without dimensions. A pointer may lead into ``buffers``."""
 
     def __init__(self, data: Any, dtype: Any, buffers: tuple[Any, ...] = ()) -> None:
         self.data = np.asarray(data)
@@ -125,7 +125,7 @@ class Value(Typed):
         return Value(data, self.dtype, self.buffers)
 
     def bits(self) -> np.ndarray:
-        """As it is in memory."""
+        """Return the values as their bits in memory."""
         return rounded_to_bf16(self.data) if self.dtype == gl.bfloat16 else self.data
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
@@ -152,7 +152,7 @@ class Value(Typed):
         return _binary(np.subtract, other, self)
 
     def __neg__(self) -> Value:
-        return 0 - self  # as Triton has it
+        return 0 - self  # as in Triton
 
     def __truediv__(self, other: Any) -> Value:
         return _binary(np.divide, *_floats(self, other))
@@ -173,7 +173,7 @@ class Value(Typed):
     __rshift__, __rrshift__ = _operators(np.right_shift)
     __lt__, __gt__ = _operators(np.less, gl.int1)
     __le__, __ge__ = _operators(np.less_equal, gl.int1)
-    __eq__ = _operators(np.equal, gl.int1)[0]  # type: ignore[assignment] # a tensor
+    __eq__ = _operators(np.equal, gl.int1)[0]  # type: ignore[assignment] # returns a tensor
     __ne__ = _operators(np.not_equal, gl.int1)[0]  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment] # __eq__ makes tensors
 
@@ -183,7 +183,7 @@ def from_bits(bits: np.ndarray, dtype: Any) -> Value:
 
 
 def tensor(value: Any) -> Value:
-    """A Python number as Triton makes a tensor of it."""
+    """Convert a Python number to a tensor as Triton does."""
     if isinstance(value, Value):
         return value
     if isinstance(value, bool):
@@ -199,7 +199,7 @@ def _kind(dtype: Any) -> int:
 
 
 def _common(left: Any, right: Any) -> Any:
-    """The type of what is computed from both; a Python number takes the type of the tensor."""
+    """Return the result type of two operands; a Python number takes the tensor's type."""
     if isinstance(left, Value) and isinstance(right, Value) and left.dtype is right.dtype:
         return left.dtype
     types = [tensor(operand).dtype for operand in (left, right)]
@@ -213,14 +213,14 @@ def _common(left: Any, right: Any) -> Any:
         widest = max(floats, key=lambda dtype: dtype.primitive_bitwidth)
         mixed = len(floats) == 2 and floats[0] != floats[1] and widest.primitive_bitwidth == 16
         return gl.float32 if mixed else widest
-    # the wider; of one width the unsigned one
+    # the wider type; of two types of one width, the unsigned type
     return max(types, key=lambda dtype: (dtype.primitive_bitwidth, dtype.is_int_unsigned()))
 
 
 def as_type(operand: Any, dtype: Any) -> np.ndarray:
-    """The data of a tensor or a number as that type."""
+    """Return the data of a tensor or a number as ``dtype``."""
     if isinstance(operand, Number):
-        return np.asarray(operand, _numbers(dtype))  # raises if it does not fit
+        return np.asarray(operand, _numbers(dtype))  # raises if the number does not fit
     if operand.dtype is dtype or operand.dtype == dtype:
         return operand.data
     return operand.to(dtype).data
@@ -249,7 +249,7 @@ def _floats(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def _sum(operation: Any, left: Value, right: Any) -> Value:
-    """Of a pointer and a number of values, an address."""
+    """Add two operands; a pointer plus a number of values is an address."""
     if isinstance(right, Value) and right.dtype.is_ptr():
         left, right = right, left
     if not left.dtype.is_ptr():
@@ -286,7 +286,7 @@ def minimum(left: Any, right: Any) -> Value:
 
 
 def amax(values: Value, axis: int | None = None) -> Value:
-    """NaN is left out."""
+    """Return the maximum without NaN."""
     with np.errstate(all="ignore"):
         return values.like(np.fmax.reduce(values.data, axis=axis))
 
@@ -353,7 +353,7 @@ def convert_layout(values: Value, layout: Any, assert_trivial: bool = False) -> 
 
 
 def scanned(values: Value, axis: int, combine: Any) -> Value:
-    """Of sums only; as every function of a kernel, ``combine`` works on emulated values."""
+    """Scan sums only. ``combine``, like all functions of kernels, works on emulated values."""
     two = combine(tensor(2), tensor(3))
     assert int(two) == 5, "scans are emulated of sums only"
     return values.like(np.cumsum(values.data, axis=axis, dtype=values.data.dtype))

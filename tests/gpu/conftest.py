@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _launches_are_chosen_again() -> None:
-    """Tests replace functions that choose launches."""
+    """Forget chosen launches, because tests replace the functions that choose them."""
     from dsv4_ops.kernels.launch_plans import PLANS
 
     PLANS.plans.clear()

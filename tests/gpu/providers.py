@@ -1,4 +1,4 @@
-"""The libraries of the baselines' bundle as a user names them, for the GPU tests of ``impl=``."""
+"""The libraries of the baselines' bundle, under the names of ``impl=``, for GPU tests."""
 
 import os
 import tempfile
@@ -14,7 +14,7 @@ BUILD = BASELINES.resolve() / "_flashmla_C.abi3.so"
 
 @pytest.fixture
 def found(monkeypatch):
-    """The bundle's libraries, as a user names them."""
+    """Return the bundle's libraries, found through the environment variables that users set."""
     monkeypatch.setenv("DSV4_OPS_FLASH_MLA", str(BUILD))
     monkeypatch.setenv("DSV4_OPS_DEEP_GEMM", str(BASELINES.resolve()))
     home = anchor_lib().find_cuda_home()
@@ -23,5 +23,5 @@ def found(monkeypatch):
     cache = os.path.join(tempfile.gettempdir(), f"dg_jit_{os.getuid()}")
     os.environ.setdefault("DG_JIT_CACHE_DIR", cache)
     for cached in (choice.unusable, libraries.load, libraries.find_name):
-        cached.cache_clear()  # of tests that had no such variables
+        cached.cache_clear()  # forget results from tests without these variables
     torch._dynamo.reset()

@@ -1,8 +1,8 @@
-"""The rows that each token of an attention op reads, in plain Python, from the docstrings.
+"""Find the rows that each token of an attention op reads, in plain Python, from the docstrings.
 
-A row is a cache, its block, and its place in the block. ``attended`` reads the rows with the
-oracles of the caches and attends to them in float64; nothing here imports ``dsv4_ops.reference``,
-which the yardstick of the contract asks for the rows.
+A row is a cache, a block, and a place in the block. ``attended`` reads the rows with the oracles of
+the caches and attends to them in float64. This file does not import ``dsv4_ops.reference``, from
+which the contract's float64 results get their rows.
 """
 
 import math
@@ -24,7 +24,7 @@ Place = tuple[str, int, int]
 def listed(
     cache: str, given: dict[str, Any], indices: Sequence[int], length: int, size: int
 ) -> Iterator[Place]:
-    """The first ``length`` slots, but for those that do not exist."""
+    """Yield the first ``length`` slots, without absent slots."""
     for slot in indices[: max(length, 0)]:
         if 0 <= slot < len(given[cache]) * size:
             yield cache, slot // size, slot % size
@@ -33,7 +33,7 @@ def listed(
 def walked(
     cache: str, given: dict[str, Any], table: str, request: int, rows: Iterable[int], size: int
 ) -> Iterator[Place]:
-    """Rows of a request, but for those on no block."""
+    """Yield the rows of a request, without rows in absent blocks."""
     if 0 <= request < len(given[table]):
         pages = given[table][request]
         for row in rows:
@@ -42,7 +42,7 @@ def walked(
 
 
 def up_to(length: int) -> range:
-    return range(min(max(length, 0), 10**4))  # no table is as long
+    return range(min(max(length, 0), 10**4))  # longer than any table
 
 
 def sparse_mla_decode(given: dict[str, Any], token: int) -> Iterator[Place]:
@@ -65,7 +65,7 @@ def sparse_mla_gathered(given: dict[str, Any], token: int) -> Iterator[Place]:
 
 
 def sparse_mla_prefill(given: dict[str, Any], token: int) -> Iterator[Place]:
-    """The token and those of the window before it, then compressed rows that are complete."""
+    """Yield the window up to the token itself, then all complete compressed rows."""
     position, request = given["positions"][token], given["req_indices"][token]
     if not 0 <= position < INT32_MAX:
         return
@@ -106,7 +106,7 @@ def row_values(given: dict[str, Any], place: Place) -> list[float]:
 
 
 def attended(name: str, names: Sequence[str], case: Case) -> list[Tensor]:
-    """float64 results of a call; ``names`` are those of its tensors."""
+    """Return float64 results of a call; ``names`` are the names of its tensors."""
     tensors = dict.fromkeys(names) | dict(zip(names, case.tensors, strict=False))
     given = {key: None if value is None else value.tolist() for key, value in tensors.items()}
     given |= case.settings

@@ -1,4 +1,4 @@
-"""Every op once more, slowly, in Python ints and loops: what the decisions say and nothing clever.
+"""Oracles of the batch ops in Python ints and loops, written from the specification.
 
 Arguments are lists of ints (a block table is a list of rows) and results are lists, in the order of
 the op's outputs. Nothing here imports torch.
@@ -103,7 +103,7 @@ def compressed_slot_mapping(
 
 
 def wide_slot(pages: Ints, row: int, block_size: int) -> int:
-    """Physical slot of a request's row, without an upper limit; -1 if it has no block."""
+    """Return the slot of a request's row, without an upper limit; -1 if the row has no block."""
     column = row // block_size
     if column >= len(pages) or pages[column] < 0:
         return -1
@@ -111,7 +111,7 @@ def wide_slot(pages: Ints, row: int, block_size: int) -> int:
 
 
 def narrow_slot(pages: Ints, row: int, block_size: int) -> int:
-    """The same as an int32: a block whose last slot does not fit counts as absent."""
+    """Return the slot as an int32; a block whose last slot does not fit counts as absent."""
     column = row // block_size
     if column < len(pages) and pages[column] * block_size + block_size - 1 > INT32_MAX:
         return -1

@@ -1,6 +1,6 @@
-"""The states of the compressor once more, slowly, on bit patterns: what the specification says.
+"""Oracles of the compressor's states on bit patterns, written from the specification.
 
-The rows of windows have float64 results, in ``dsv4_ops/testing/cases/compressor.py``.
+``dsv4_ops/testing/cases/compressor.py`` has float64 results for the rows of windows.
 """
 
 import struct
@@ -18,7 +18,7 @@ def value_of(bits: int) -> float:
 
 
 def single(value: float) -> float:
-    """Rounded to float32; of a sum of two float32 in double precision that is the float32 sum."""
+    """Round to float32. A rounded double sum of two float32 values is their float32 sum."""
     return value_of(bits_of(value))
 
 

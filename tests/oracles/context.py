@@ -1,4 +1,4 @@
-"""Chunks of contexts, and what ranks own of them, in plain Python integers: from the docstrings."""
+"""Oracles of chunks of contexts, and of the ranks' parts, in Python ints, from docstrings."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def context_chunks(
     cp_world_size: int,
     cp_interleave: int,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[int]]:
-    """Deal out the rounds of each request: a round is one turn of every rank."""
+    """Distribute the rounds of each request; in a round, every rank has one turn."""
     turn = cp_interleave if cp_world_size > 1 else 1
     lens = [max(length, 0) for length in context_lens]
     rounds = [up(length, turn * cp_world_size) for length in lens]
@@ -49,7 +49,7 @@ def context_chunks(
     starts, whole, local = [], [], []
     done = [0] * len(lens)
     for counts in taken:
-        # a request whose turn has not come begins at its first row, one that is over at its end
+        # a later request begins at its first row, and a finished request at its end
         starts.append([n * turn for n in done])
         whole.append([0])
         local.append([0])
@@ -66,7 +66,7 @@ def owner(position: int, ranks: int, turn: int) -> int:
 
 
 def local_row(position: int, ranks: int, turn: int) -> int:
-    """Whole turns of the owner before the position's, and its place in that."""
+    """Return the position's row on its rank: rows of earlier turns, plus the place in its turn."""
     return position // (turn * ranks) * turn + position % turn
 
 
@@ -105,7 +105,7 @@ def cp_row_indices(
     cp_world_size: int,
     cp_interleave: int,
 ) -> list[int]:
-    """The n-th row that the owner gathered of a request is the n-th of its part of the chunk."""
+    """Map each position to the gathered row: the n-th of its rank's part of the chunk."""
     indices = []
     for request, position in zip(req_indices, positions, strict=True):
         indices.append(-1)
@@ -126,7 +126,7 @@ def cp_topk(
     topk: int,
     cp_interleave: int,
 ) -> list[list[int]]:
-    """Candidates are ranked as by the indexer, each by its row of the request."""
+    """Select from the candidates of all ranks as the indexer does, by rows of the request."""
     ranks, selected = len(rows), []
     for token in range(len(rows[0])):
         found: list[tuple[int, float]] = []

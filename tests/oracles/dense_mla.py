@@ -1,7 +1,7 @@
-"""Rows of dense MLA once more, slowly, in Python ints and fractions: what the spec says.
+"""Oracles of dense MLA's rows in Python ints and fractions, written from the specification.
 
-Tensors are nested lists of ints, floats their unsigned bits; a writing op returns the new content
-of what it writes to. Nothing here imports torch.
+Tensors are nested lists of ints, and floats are their unsigned bits; a writing op returns the new
+contents of its argument. This file does not import torch.
 """
 
 import math
@@ -21,7 +21,7 @@ CODE_VALUES += [-value for value in CODE_VALUES]
 BF16_NAN = 0x7FC0
 ZERO = Fraction(0)
 CODES = {Fraction(value): code for code, value in enumerate(CODE_VALUES[:NAN_CODE])}
-# significant bits, exponent of the smallest number, bits of the exponent field and of the mantissa
+# significant bits, exponent of the smallest number, bits of exponent field and mantissa
 FORMATS = {"float32": (24, -149, 8, 23), "bfloat16": (8, -133, 8, 7), "float16": (11, -24, 5, 10)}
 SMALLEST_NORMAL = Fraction(1, 2**126)
 LATENT, TILE, ROW = 512, 128, 656
@@ -31,7 +31,7 @@ Number = Fraction | str
 
 
 def nearest(x: Fraction, bits: int, smallest: int) -> Fraction:
-    """``x`` with so many significant bits, ties to even; a multiple of 2^smallest."""
+    """Round ``x`` to this many significant bits, ties to even, and to a multiple of 2^smallest."""
     if x == 0:
         return x
     exponent = abs(x.numerator).bit_length() - x.denominator.bit_length()
@@ -47,7 +47,7 @@ def f32(x: Fraction) -> Fraction:
 
 @cache
 def read(bits: int, dtype: str) -> Number:
-    """The number with these bits."""
+    """Return the number with these bits."""
     _, smallest, width, mantissa_bits = FORMATS[dtype]
     sign = -1 if bits >> (width + mantissa_bits) else 1
     exponent = bits >> mantissa_bits & (2**width - 1)
@@ -59,7 +59,7 @@ def read(bits: int, dtype: str) -> Number:
 
 
 def bits_of(x: Fraction, dtype: str, sign: bool = False) -> int:
-    """Bits of ``x``, rounded; ``sign`` is that of a zero."""
+    """Round ``x`` and return its bits; ``sign`` is the sign of a zero."""
     significant, smallest, width, mantissa_bits = FORMATS[dtype]
     rounded = abs(nearest(x, significant, smallest))
     negative = (x < 0 or (x == 0 and sign)) << (width + mantissa_bits)
@@ -74,7 +74,7 @@ def bits_of(x: Fraction, dtype: str, sign: bool = False) -> int:
 
 @cache
 def code_of(x: Number, scale: Fraction, negative: bool) -> int:
-    """The e4m3 code of ``x / scale``, a quotient in float32, saturated."""
+    """Return the e4m3 code of the float32 quotient ``x / scale``, saturated."""
     if x == "nan":
         return NAN_CODE
     if isinstance(x, str):
@@ -108,7 +108,7 @@ def largest_of(dtype: str) -> Fraction:
 
 
 def tile_scale(values: Sequence[int], dtype: str, scale_format: str) -> Fraction:
-    """Of the amax, for which NaN does not count and an infinity is the largest number."""
+    """Return the scale of the amax; NaN does not count, and infinity is the largest number."""
     numbers = [read(bits, dtype) for bits in values]
     finite = [abs(x) for x in numbers if isinstance(x, Fraction)]
     infinite = [largest_of(dtype) for x in numbers if x in ("inf", "-inf")]
@@ -122,7 +122,7 @@ def tile_scale(values: Sequence[int], dtype: str, scale_format: str) -> Fraction
 
 
 def tile_row(kv_c: Sequence[int], k_pe: Sequence[int], dtype: str, scale_format: str) -> Row:
-    """512 codes, 4 scales, 64 bf16."""
+    """Return a row's 512 codes, 4 scales and 64 bf16 values."""
     codes, scales = [], []
     for first in range(0, LATENT, TILE):
         tile = kv_c[first : first + TILE]
@@ -181,7 +181,7 @@ def code_number(code: int) -> Number:
 
 @cache
 def product_bits(code: int, scale: Number) -> int:
-    """bf16 bits of a code times a scale: a float32 product, rounded once more."""
+    """Return the bf16 bits of a code times a scale: a float32 product, rounded again."""
     negative, x = code >= CODE_SIGN, code_number(code)
     if isinstance(x, Fraction) and isinstance(scale, Fraction):
         negative = (code >= CODE_SIGN) != (scale < 0)
@@ -193,7 +193,7 @@ def product_bits(code: int, scale: Number) -> int:
 
 
 def tile_values(row: Sequence[int]) -> Row:
-    """bf16 bits of a row of 656 bytes."""
+    """Return the bf16 bits of a row of 656 bytes."""
     found, scales = [], bytes(row[LATENT : LATENT + 16])
     for place, code in enumerate(row[:LATENT]):
         first = place // TILE * 4
@@ -206,7 +206,7 @@ def tile_values(row: Sequence[int]) -> Row:
 @cache
 def scaled_bits(code: int, scale_bits: int) -> int:
     scale = read(scale_bits, "float32")
-    if scale == 0:  # of either sign
+    if scale == 0:  # positive or negative
         if code_number(code) == "nan":
             return BF16_NAN
         return 0x8000 * ((code >= CODE_SIGN) != bool(scale_bits >> 31))
@@ -236,7 +236,7 @@ def mla_gather_kv(
 
 
 def quantize_per_tensor(x: Rows, *, dtype: str) -> tuple[list[Row], Row]:
-    """Codes of x * (448 / amax), and the inverse of that; of finite numbers."""
+    """Return the codes of x * (448 / amax), and amax / 448; numbers are finite."""
     numbers = [[read(bits, dtype) for bits in row] for row in x]
     assert all(isinstance(number, Fraction) for row in numbers for number in row)
     amax = max([abs(number) for row in numbers for number in row], default=ZERO)

@@ -1,11 +1,11 @@
-"""The verification of drafts once more, in plain Python."""
+"""Oracle of the verification of drafts, in plain Python."""
 
 import math
 import struct
 
 
 def number(pattern: int, bf16: bool = False) -> float:
-    """The value of a float32 or bfloat16 pattern."""
+    """Return the value of a float32 or bfloat16 bit pattern."""
     return struct.unpack("<f", struct.pack("<I", pattern << 16 if bf16 else pattern))[0]
 
 
@@ -33,7 +33,7 @@ def softmax(row: list[float], temperature: float) -> list[float]:
 
 
 def pick(shares: list[float], at: float) -> int:
-    """Weights are rounded to multiples of 2^-38 of their sum."""
+    """Pick a token by cumulative weights, which are multiples of 2^-38 of their sum."""
     weights = [round(value / sum(shares) * 2**38) if value else 0 for value in shares]
     for token in range(len(weights)):
         if sum(weights[: token + 1]) > at * sum(weights):
@@ -42,7 +42,7 @@ def pick(shares: list[float], at: float) -> int:
 
 
 def verify_request(rows, ids, shares, uniforms, temperature):
-    """Tokens and the number of those that were drafted."""
+    """Return the tokens of a request, and how many of them are drafts."""
     tokens: list[int] = []
     for place, row in enumerate(rows):
         drafted = place < len(ids) and 0 <= ids[place] < len(row)

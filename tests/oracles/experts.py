@@ -1,4 +1,4 @@
-"""The plan of routed experts once more, in plain Python."""
+"""Oracle of the plan of routed experts, in plain Python."""
 
 from collections.abc import Sequence
 

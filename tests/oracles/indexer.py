@@ -1,7 +1,7 @@
-"""The lightning indexer once more, slowly, in Python ints and floats: what the specification says.
+"""Oracles of the lightning indexer in Python ints and floats, written from the specification.
 
-Tensors are nested lists of patterns, as for ``oracles_kv``. Scores are sums in double precision, so
-that they are those of float32 only where these are exact.
+Tensors are nested lists of bit patterns, as in ``kv.py``. Scores are sums in double precision, so
+they equal float32 scores only if these are exact.
 """
 
 import math
@@ -40,7 +40,7 @@ def indexer_quantize_q(
 
 
 def best(candidates: list[tuple[int, float]], topk: int) -> list[int]:
-    """Highest scores first, NaN last, of equal ones the lowest index; then in ascending order."""
+    """Return the best candidates (NaN last, of equal scores the lowest index) in index order."""
 
     def rank(candidate: tuple[int, float]) -> tuple[bool, float, int]:
         index, score = candidate

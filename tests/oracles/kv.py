@@ -1,11 +1,11 @@
-"""The KV cache ops once more, slowly, in Python ints: what the decisions say and nothing clever.
+"""Oracles of the KV cache ops in Python ints, written from the specification.
 
 Tensors are nested lists of ints. Bytes, slots and lengths are values; a bf16 is its 16 bits, a fp32
-its 32 bits, both unsigned. A writing op returns the new content of what it writes to. A NaN that
-comes out of a dequantisation is ``NAN``, whatever its bits are in the op. Nothing here imports
-torch and nothing uses floating point.
+its 32 bits, unsigned. A writing op returns the new contents of its argument. A NaN from a
+dequantisation is ``NAN``, whatever its bits are in the op. This file does not import torch, and
+uses no floating point.
 
-Absolute values are ints that count the smallest positive bf16, 2^-133.
+Absolute values are ints in units of the smallest positive bf16, 2^-133.
 """
 
 from bisect import bisect_left
@@ -27,30 +27,30 @@ INDEXER_DATA, INDEXER_SCALES = 128, 4
 
 
 def bf16_magnitude(bits: int) -> int:
-    """How often 2^-133 goes into a finite bf16, without its sign."""
+    """Return the absolute value of a finite bf16, in units of 2^-133."""
     exponent, mantissa = (bits & 0x7FFF) >> 7, bits & 0x7F
     return (mantissa | 0x80) << (exponent - 1) if exponent else mantissa
 
 
 def code_magnitude(code: int) -> int:
-    """How often 2^-9 goes into an e4m3 that is not NaN, without its sign."""
+    """Return the absolute value of an e4m3 that is not NaN, in units of 2^-9."""
     exponent, mantissa = (code & 0x7F) >> 3, code & 7
     return (mantissa | 8) << (exponent - 1) if exponent else mantissa
 
 
 CODES = [code_magnitude(code) for code in range(CODE_LARGEST + 1)]
-MIDPOINTS = [low + high for low, high in pairwise(CODES)]  # of 2^-10
+MIDPOINTS = [low + high for low, high in pairwise(CODES)]  # in units of 2^-10
 
 
 def largest_magnitude(values: Sequence[int]) -> int:
-    """Bits of the amax: NaN counts as 0, infinity as the largest finite number."""
+    """Return the bits of the amax: NaN counts as 0, infinity as the largest finite number."""
     magnitudes = [bits & 0x7FFF for bits in values]
     return min(max((bits for bits in magnitudes if bits <= INF), default=0), MAX_FINITE)
 
 
 @cache
 def scale_byte(amax: int) -> int:
-    """The smallest byte from 105 on for which ``amax <= 448 * 2^(byte - 127)``."""
+    """Return the smallest byte from 105 on for which ``amax <= 448 * 2^(byte - 127)``."""
     byte = SMALLEST_SCALE
     while bf16_magnitude(amax) > 448 << (byte - 127 + 133):
         byte += 1
@@ -58,11 +58,11 @@ def scale_byte(amax: int) -> int:
 
 
 class Encoder(dict[int, int]):
-    """bf16 bits -> e4m3 code under one scale byte; a code is computed when first asked for."""
+    """Maps bf16 bits to e4m3 codes for one scale byte; computes a code at its first use."""
 
     def __init__(self, byte: int) -> None:
         super().__init__()
-        # x * 2^-133 * 2^(127 - byte) against m * 2^-10 is x against m * 2^(byte - 4)
+        # compare x * 2^-133 * 2^(127 - byte) with m * 2^-10: x with m * 2^(byte - 4)
         self.midpoints = [midpoint << (byte - 4) for midpoint in MIDPOINTS]
 
     def __missing__(self, bits: int) -> int:
@@ -88,7 +88,7 @@ def encoder(byte: int) -> Encoder:
 
 
 def quantize(values: Sequence[int]) -> tuple[int, Row]:
-    """Scale byte and codes of one block."""
+    """Return the scale byte and the codes of one block."""
     byte = scale_byte(largest_magnitude(values))
     table = encoder(byte)
     return byte, [table[bits] for bits in values]
@@ -96,7 +96,7 @@ def quantize(values: Sequence[int]) -> tuple[int, Row]:
 
 @cache
 def decoder(byte: int) -> Row:
-    """bf16 bits of every code under a scale byte."""
+    """Return the bf16 bits of every code for a scale byte."""
     return [decode(code, byte) for code in range(256)]
 
 
@@ -113,7 +113,7 @@ def decode(code: int, byte: int) -> int:
 
 
 def bf16_bits(quarters: int) -> int:
-    """An absolute value in quarters of 2^-133, rounded to the nearest bf16, ties to even."""
+    """Round an absolute value, in quarters of 2^-133, to the nearest bf16, ties to even."""
     shift = max(quarters.bit_length() - 8, 2)
     bits, rest = quarters >> shift, quarters & ((1 << shift) - 1)
     half = 1 << (shift - 1)
@@ -129,7 +129,7 @@ def copied(pages: Sequence[Sequence[int]]) -> list[Row]:
 def places(
     slot_mapping: Sequence[int], num_blocks: int, block_size: int
 ) -> list[tuple[int, int, int]]:
-    """Token, block and row of every token that is written."""
+    """Return token, block and row of every token that an insert writes."""
     return [
         (token, slot // block_size, slot % block_size)
         for token, slot in enumerate(slot_mapping)
@@ -188,7 +188,7 @@ def insert_k_cache(
 def find_row(
     position: int, table_row: Sequence[int], num_blocks: int, block_size: int
 ) -> tuple[int, int] | None:
-    """Block and row of a position of a request, if they exist."""
+    """Return the block and row of a request's position, or None."""
     column = position // block_size
     if position < 0 or column >= len(table_row) or not 0 <= table_row[column] < num_blocks:
         return None
@@ -217,7 +217,7 @@ def dequantize_and_gather_k_cache(
     offset: int = 0,
     layout: str = "v4_fp8",
 ) -> list[list[Row]]:
-    """Also copies rows of the plain layout, which ``gather_k_cache`` makes use of."""
+    """Dequantise and gather rows, or copy rows of the plain layout, for ``gather_k_cache``."""
     assert layout in ("v4_fp8", "plain")
     result = [copied(rows) for rows in out]
     lengths = seq_lens if gather_lens is None else gather_lens

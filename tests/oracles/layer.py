@@ -1,5 +1,5 @@
-"""A whole attention layer once more, from the formulas: one request, all of its tokens at once, no
-blocks, in float64. Nothing here imports dsv4_ops."""
+"""Oracle of a whole attention layer, from the formulas, in float64: all tokens of one request at
+once, without blocks. This file does not import dsv4_ops."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ ROPE = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of the configuration the formulas need; ``ratio`` 0 for a layer with a window only."""
+    """The settings in the formulas; ``ratio`` is 0 for a layer with a window only."""
 
     window: int
     ratio: int
@@ -21,22 +21,22 @@ class Sizes:
     groups: int
     eps: float
     theta: float
-    factor: float  # of YaRN; 1 for none
-    fp8: bool  # of the main keys; else nothing but q is rounded
+    factor: float  # YaRN's factor; 1 without YaRN
+    fp8: bool  # whether main keys are FP8; if not, only q is rounded
     indexer_fp8: bool
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """Output [tokens, groups, width], and by how much the worst selected row beats the best other
-    one, over the spread of the scores, [tokens]; inf where nothing is left out."""
+    """Output [tokens, groups, width], and margins [tokens]: the worst selected row's score minus the
+    best other row's, relative to the spread of scores; inf if all rows are selected."""
 
     out: Tensor
     margin: Tensor
 
 
 def frequencies(sizes: Sizes) -> Tensor:
-    """Radians per position of the 32 pairs."""
+    """Return radians per position of the 32 pairs."""
     pair = torch.arange(ROPE // 2, dtype=torch.float64)
     plain = sizes.theta ** (-2 * pair / ROPE)
     if sizes.factor == 1:
@@ -51,7 +51,7 @@ def frequencies(sizes: Sizes) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, sizes: Sizes, sign: int = 1) -> Tensor:
-    """x [tokens, ..., dim], each of the last 32 pairs times e^(i angle)."""
+    """Rotate x [tokens, ..., dim]: multiply each of the last 32 pairs by e^(i angle)."""
     angle = positions.double()[:, None] * frequencies(sizes) * sign
     turn = torch.polar(torch.ones_like(angle), angle)
     turn = turn.view(len(positions), *[1] * (x.dim() - 2), ROPE // 2)
@@ -68,8 +68,8 @@ def bf16(x: Tensor) -> Tensor:
 
 
 def block_fp8(x: Tensor, block: int) -> Tensor:
-    """bf16 values to e4m3 and back, a power of two for every block that takes its amax
-    (1e-4 at least) to at most 448."""
+    """Round bf16 values to e4m3 and back. Each block has a power of two as its scale, which maps
+    the block's amax (at least 1e-4) to at most 448."""
     blocks = x.unflatten(-1, (-1, block))
     unit = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
     mantissa, exponent = torch.frexp(unit)
@@ -79,7 +79,7 @@ def block_fp8(x: Tensor, block: int) -> Tensor:
 
 
 def stored(key: Tensor, fp8: bool) -> Tensor:
-    """What the main caches keep of a rotated key."""
+    """Return a rotated key as the main caches store it."""
     if not fp8:
         return key
     key = bf16(key)
@@ -87,7 +87,7 @@ def stored(key: Tensor, fp8: bool) -> Tensor:
 
 
 def compressed_rows(kv_score: Tensor, ape: Tensor, norm_weight: Tensor, sizes: Sizes) -> Tensor:
-    """Rotated rows [tokens // ratio, head_dim]."""
+    """Return rotated rows [tokens // ratio, head_dim]."""
     dim, r = norm_weight.shape[0], sizes.ratio
     count = kv_score.shape[0] // r
     kv, score = kv_score[: count * r].chunk(2, -1)
@@ -106,7 +106,7 @@ def compressed_rows(kv_score: Tensor, ape: Tensor, norm_weight: Tensor, sizes: S
 
 
 def selected(q: Tensor, weights: Tensor, keys: Tensor, sizes: Sizes) -> tuple[list[Tensor], Tensor]:
-    """Rows of every token, and the margins of ``LayerResult``."""
+    """Return the selected rows of every token, and the margins of ``LayerResult``."""
     tokens, heads, dim = q.shape
     q = rotate(q, torch.arange(tokens), sizes)
     if sizes.indexer_fp8:
@@ -116,7 +116,7 @@ def selected(q: Tensor, weights: Tensor, keys: Tensor, sizes: Sizes) -> tuple[li
     chosen, margin = [], torch.full((tokens,), math.inf, dtype=torch.float64)
     for token in range(tokens):
         visible = scores[token, : (token + 1) // sizes.ratio]
-        order = torch.sort(visible, descending=True, stable=True)  # of equal ones the lower first
+        order = torch.sort(visible, descending=True, stable=True)  # of equals the lower row first
         chosen.append(order.indices[: sizes.topk])
         if len(visible) > sizes.topk:
             gap = order.values[sizes.topk - 1] - order.values[sizes.topk]
@@ -127,7 +127,7 @@ def selected(q: Tensor, weights: Tensor, keys: Tensor, sizes: Sizes) -> tuple[li
 def attention(
     q: Tensor, swa: Tensor, rows: Tensor, chosen: list[Tensor], sink: Tensor, window: int
 ) -> Tensor:
-    """Output [tokens, heads, dim]: one softmax over window, chosen rows and sink."""
+    """Return the output [tokens, heads, dim]: a softmax over window, chosen rows and sink."""
     out = []
     for token in range(q.shape[0]):
         keys = torch.cat([swa[max(token - window + 1, 0) : token + 1], rows[chosen[token]]])
@@ -140,7 +140,7 @@ def attention(
 def attention_layer(
     sizes: Sizes, inputs: dict[str, Tensor], weights: dict[str, Tensor]
 ) -> LayerResult:
-    """The layer over a whole request, from the names of ``LayerInputs`` and ``LayerWeights``."""
+    """Run the layer over a whole request, with fields of ``LayerInputs`` and ``LayerWeights``."""
     given = {name: tensor.double() for name, tensor in (inputs | weights).items()}
     tokens = given["q"].shape[0]
     positions = torch.arange(tokens)

@@ -1,11 +1,11 @@
-"""The draft layer from its formula, over whole sequences and without a cache.
+"""Oracle of the draft layer, from its formula, over whole sequences and without a cache.
 
     x[k] = e_proj(enorm(embed(t[i + 1]))) + h_proj(hnorm(streams[i][k])), embed 0 at i = 0
     x = Block(x), a sliding layer at position i
     logits = head(norm(hc_head(x)))
 
-Block, ``hc_head`` and ``norm`` are Hugging Face's, which reads them as the only layer of a
-checkpoint of its own; its converters know nothing of ours.
+Block, ``hc_head`` and ``norm`` are Hugging Face's modules. Hugging Face loads them from a separate
+checkpoint with one layer, by its own converters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OWN = ("e_proj", "h_proj", "enorm", "hnorm")
 
 
 def dequantised_model(path: Path) -> Any:
-    """Hugging Face's model of a checkpoint, in bf16."""
+    """Load a checkpoint as Hugging Face's model in bf16."""
     import transformers
 
     config = transformers.FineGrainedFP8Config(dequantize=True)
@@ -56,7 +56,7 @@ class MtpOracle:
 
     Args:
         path: The checkpoint.
-        folder: Where to write the one that Hugging Face reads Block from.
+        folder: A folder for the checkpoint from which Hugging Face loads Block.
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
@@ -78,7 +78,7 @@ class MtpOracle:
 
     @torch.no_grad()
     def streams(self, tokens: Tensor) -> Tensor:
-        """Streams of the trunk, [batch, length, streams, width]."""
+        """Return the residual streams of the trunk, [batch, length, streams, width]."""
         seen = []
         hook = self.trunk.model.layers[-1].register_forward_hook(
             lambda module, inputs, output: seen.append(output)
@@ -89,7 +89,7 @@ class MtpOracle:
 
     @torch.no_grad()
     def draft(self, streams: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the token after the following one, and the streams of the draft layer."""
+        """Return logits of the token after ``following``, and the draft layer's streams."""
         embedded = self.trunk.model.embed_tokens.weight[following].clone()
         embedded[:, 0] = 0
         eps = self.trunk.config.rms_norm_eps

@@ -1,10 +1,10 @@
-"""The ops of packing once more, slowly, on nested lists. Nothing here imports torch."""
+"""Oracles of the packing ops on nested lists. This file does not import torch."""
 
 from typing import Any
 
 
 def filled(shape: list[int], value: Any) -> Any:
-    """Nested lists of one value."""
+    """Return nested lists of one value."""
     return [filled(shape[1:], value) for _ in range(shape[0])] if shape else value
 
 

@@ -1,5 +1,5 @@
-"""The plan of sparse MLA, the schedules of DeepGEMM and FlashMLA and lengths on ranks once more in
-plain Python integers: what the docstrings say."""
+"""Oracles of sparse MLA's plan, of DeepGEMM's and FlashMLA's schedules, and of lengths on ranks, in
+Python ints, written from the docstrings."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ def programs_of(num_heads: int, num_programs: int) -> int:
 
 
 def tiles_of(swa_lens: Sequence[int], extra_lens: Sequence[int] | None) -> list[int]:
-    """Blocks of keys of every token: those of the window and those of the compressed rows."""
+    """Return the number of key blocks of every token: of its window and compressed rows."""
     sources = [swa_lens] if extra_lens is None else [swa_lens, extra_lens]
     return [sum(up(max(n, 0), TILE_KEYS) for n in token) for token in zip(*sources, strict=True)]
 
 
 def split_size(tiles: Sequence[int], programs: int, most_extra: int) -> int:
-    """The mean, up to 12 times as much, four sizes for each power of two, and the longest token.
-    All programs take as long as their number times a split, or as all blocks and 4 for each split
-    but as many as there are programs; 1 for each extra split, and where there is any 2 for each
-    program, which combine. Where all tokens are about as long none is split."""
+    """Return the cheapest split size. Sizes go from the mean to 12 times the mean, with four sizes
+    per power of two, and include the longest token. The cost is programs x size, or all blocks plus
+    4 for each split beyond one per program, whichever is larger. Each extra split adds 1, and the
+    combine adds 2 per program. Tokens of about the same length are not split."""
     total, longest = sum(tiles), max([1, *tiles])
     if longest <= up(total, max(programs, len(tiles))) + 2:
         return longest
@@ -42,7 +42,7 @@ def split_size(tiles: Sequence[int], programs: int, most_extra: int) -> int:
 
 
 def order_of(tiles: Sequence[int], size: int) -> list[int]:
-    """Tokens of several splits, then of so many fourteenths of one; of equals the first first."""
+    """Sort tokens: several splits first, then by fourteenths of a split; equals stay in order."""
     shares = [15 if count > size else count * 14 // size for count in tiles]
     return sorted(range(len(tiles)), key=lambda token: -shares[token])
 
@@ -56,7 +56,7 @@ def sparse_mla_plan(
 ) -> list[list[int]]:
     programs = programs_of(num_heads, num_programs)
     tiles = tiles_of(swa_lens, extra_lens)
-    # programs without a first split, or a quarter of all programs
+    # extra splits: programs without a first split, or a quarter of all programs
     size, start = split_size(tiles, programs, max(programs - len(tiles), programs // 4)), 0
     first: list[list[int]] = []
     extra: list[list[int]] = []
@@ -75,7 +75,7 @@ def sparse_mla_plan(
 def paged_mqa_logits_metadata(
     seq_lens: Sequence[int], *, block_size: int, num_sms: int
 ) -> list[list[int]]:
-    """Every SM in turn takes its run of splits, row after row."""
+    """Assign runs of splits to the SMs in order, row after row."""
     left = [up(max(length, 0), 256) for length in seq_lens]
     share, longer = divmod(sum(left), num_sms)
     schedule, row, split = [], 0, 0
@@ -99,7 +99,7 @@ def cp_seq_lens(
     cp_world_size: int,
     cp_interleave: int,
 ) -> list[int] | list[list[int]]:
-    """The turns that a rank has begun, and of the last one what there is of it."""
+    """Return each rank's rows: its complete turns, and the rows of its last turn."""
 
     def owned(length: int, rank: int) -> int:
         if not 0 <= rank < cp_world_size:
@@ -122,8 +122,8 @@ def flash_mla_metadata(
     extra_width: int = 0,
     num_sm_parts: int,
 ) -> list[list[int]]:
-    """Parts one after the other take what they have time for; and, in rows of 8 for each token and
-    one more, the splits before each."""
+    """Assign work to parts in order, as much as each has time for. Then follow, in rows of 8, the
+    number of splits before each token, and the total."""
 
     def blocks(length: int, width: int) -> int:
         return up(min(max(length, 0), width), 64)

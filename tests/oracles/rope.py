@@ -1,5 +1,5 @@
-"""The rotation and what follows it once more, slowly, in Python numbers: every float32 operation
-is one of float64, rounded once. Nothing here imports torch."""
+"""Oracles of the rotation and of the ops after it, in Python numbers: a float32 operation is a
+float64 operation, rounded once. This file does not import torch."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ ACTIVATION_BLOCK, ACTIVATION_SCALE = 128, 85
 
 
 def bf16_bits(value: float) -> int:
-    """bf16 bits of a float32, to nearest even."""
+    """Return the bf16 bits of a float32, rounded to nearest even."""
     word = bits_of(value)
     return NAN if math.isnan(value) else (word + 0x7FFF + (word >> 16 & 1)) >> 16
 
@@ -25,7 +25,7 @@ def rotated(
     rope_first: bool = False,
     interleaved: bool = True,
 ) -> list[float]:
-    """The end or the start of a row, in pairs, every product and every sum rounded to float32."""
+    """Rotate the end or the start of a row in pairs; round each product and sum to float32."""
     row, half = list(row), len(angles) // 2
     first = 0 if rope_first else len(row) - 2 * half
     for pair in range(half):
@@ -41,7 +41,7 @@ def rotated(
 def rotated_key(
     key: Sequence[int], position: int, table: Sequence[Sequence[float]], first: int = ROPE_FIRST
 ) -> Row:
-    """bf16 bits of a key whose values from ``first`` on are rotated, if the position is known."""
+    """Return bf16 bits of a key, with values from ``first`` on rotated if the position exists."""
     angles = table[position] if 0 <= position < len(table) else []
     tail = rotated([value_of(bits << 16) for bits in key[first:]], angles)
     return [*key[:first], *map(bf16_bits, tail)]
@@ -57,7 +57,7 @@ def inserted(
     block_size: int,
     layout: str,
 ) -> list[Row]:
-    """The cache that ``qnorm_rope_kv_insert`` leaves behind."""
+    """Return the cache after ``qnorm_rope_kv_insert``."""
     keys = [rotated_key(key, position, table) for key, position in zip(kv, positions, strict=True)]
     if layout == "plain":
         return oracles_kv.insert_k_cache(keys, k_cache, slot_mapping)
@@ -66,7 +66,7 @@ def inserted(
 
 
 def quantized(row: Row) -> tuple[Row, Row]:
-    """e4m3 codes of the bf16 bits of activations, and a scale byte for every 128 of them."""
+    """Quantise bf16 bits of activations to e4m3 codes, with a scale byte per 128 codes."""
     codes, scales = [], []
     for start in range(0, len(row), ACTIVATION_BLOCK):
         block = row[start : start + ACTIVATION_BLOCK]

@@ -1,4 +1,4 @@
-"""The ops of index matrices once more, slowly, in Python ints: what the decisions say and no more.
+"""Oracles of the ops of index matrices in Python ints, written from the specification.
 
 Arguments are lists of ints (a matrix is a list of rows) or None, results are lists, in the order of
 the op's outputs. Nothing here imports torch.
@@ -54,7 +54,7 @@ def combine_topk_swa_indices(
 
 
 def spread(index: int, block_size: int, span: int | None) -> int:
-    """The id of the same row where blocks lie ``span`` rows apart."""
+    """Convert the id of a row to a cache whose blocks are ``span`` rows apart."""
     if index < 0:
         return -1
     if span is not None:
@@ -129,7 +129,7 @@ def mixed_sparse_indices(
 def decode_compressed(
     entries: Ints, given: int | None, pages: Ints | None, block_size: int
 ) -> tuple[list[int], int]:
-    """Slots of one decode token, and how many columns of them count; no ``pages``: global ids."""
+    """Return the slots of a decode token, and how many are valid; no ``pages``: global ids."""
     slots = [max(entry, -1) for entry in entries]
     if pages is not None:
         slots = [slot(pages, entry, block_size) for entry in entries]

@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 512**-0.5
 WINDOW = 128
 DECODE, PAGED, GATHERED = "sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"
-PER_TOKEN = (0, 2, 3, 5, 6)  # of the tensors of DECODE and of PAGED
+PER_TOKEN = (0, 2, 3, 5, 6)  # places of tensors with a row per token, in DECODE and PAGED
 
 
 def generator(seed: int) -> torch.Generator:
@@ -38,12 +38,12 @@ def integers(made: torch.Generator, low: int, high: int, *shape: int) -> Tensor:
 
 
 def keys_of(made: torch.Generator, count: int, deviation: float = 1.5) -> Tensor:
-    """1.5 makes logits of a few units with normal queries; FlashMLA's tests have 0.1."""
+    """Sample keys. With normal queries, a deviation of 1.5 makes logits of a few units."""
     return (normal(made, count, 512) * deviation).clamp(-10 * deviation, 10 * deviation)
 
 
 def cache_of(layout: MainLayout, blocks: int, slots: Tensor, k: Tensor) -> Tensor:
-    """Rows in their slots, written by our op; every other byte is 0xFF, which is NaN."""
+    """Write rows to their slots with our op; all other bytes are 0xFF, which is NaN."""
     cache = layout.allocate(blocks, DEVICE)
     size = layout.block_size
     ops.quantize_and_insert_k_cache(k.to(DEVICE), cache, slots.to(DEVICE).long(), block_size=size)
@@ -55,7 +55,7 @@ def cache_of(layout: MainLayout, blocks: int, slots: Tensor, k: Tensor) -> Tenso
 
 
 def ragged_lens(made: torch.Generator, tokens: int, width: int, adversarial: bool) -> Tensor:
-    """None of the first token, all of the second."""
+    """Sample lengths: 0 for the first token, the full width for the second."""
     lens = integers(made, 0, width + 1, tokens)
     lens[0], lens[1:2] = 0 if tokens > 1 else width // 3, width
     if adversarial:
@@ -74,7 +74,7 @@ def indices_of(
     *,
     adversarial: bool,
 ) -> Tensor:
-    """Slots of rows that exist, 1 in 20 of them none; behind the lengths slots of NaN."""
+    """Sample slots of existing rows, 1 in 20 of them absent; past the lengths, slots of NaN."""
     tokens, limit = len(lens), len(slots) + len(unused)
     indices = slots[integers(made, 0, len(slots), tokens, width).long()].int()
     outside = [-2, INT32_MIN, limit, limit + 1, INT32_MAX] if adversarial else []
@@ -116,7 +116,7 @@ def decode_case(
     deviation: float = 1.5,
     **changed: object,
 ) -> Case:
-    """Ragged lengths over caches of which half of the rows are NaN; ``extra`` None: window only."""
+    """Make a call with ragged lengths; half of the caches is NaN. ``extra`` None: window only."""
     made, stored = generator(seed + 1), generator(cache_seed)
     tensors: list[Tensor | None] = [normal(made, tokens, heads, 512)]
     for size, count, width in ((block, 2048, WINDOW), (extra_block, 8192, extra)):
@@ -135,8 +135,8 @@ def decode_case(
 
 
 def magnified(case: Case, exponent: int) -> Case:
-    """All keys times a power of two and the queries divided by it: the same weights, and values
-    that are multiples of what they were."""
+    """Multiply all keys by a power of two, and divide the queries by it: attention weights stay
+    equal, and outputs are multiplied by the power."""
     q, swa_cache, *rest = case.tensors
     layouts = [MainLayout(case.settings[f"{name}_block_size"]) for name in ("swa", "extra")]
     rest[2] = None if rest[2] is None else _times(rest[2], layouts[1], exponent)
@@ -145,7 +145,7 @@ def magnified(case: Case, exponent: int) -> Case:
 
 
 def _times(cache: Tensor, layout: MainLayout, exponent: int) -> Tensor:
-    """Scale bytes are exponents; RoPE values are bf16."""
+    """Scale a cache by 2^exponent: its scale bytes are exponents, and its RoPE values bf16."""
     cache = cache.clone()
     data = layout.block_size * layout.data_bytes
     rows = cache[:, :data].unflatten(1, (layout.block_size, layout.data_bytes))
@@ -165,7 +165,7 @@ def paged_case(
     cache_seed: int = 0,
     **changed: object,
 ) -> Case:
-    """C128: blocks of 2 rows, every other one NaN; tables with blocks that do not exist."""
+    """Make a C128 call: blocks of 2 rows, half of them NaN, and tables with absent blocks."""
     made, stored = generator(seed + 2), generator(cache_seed)
     window = decode_case(seed, tokens, heads, None, cache_seed=cache_seed)
     num_reqs = min(tokens, 5)
@@ -190,7 +190,7 @@ def case_of(name: str, seed: int, tokens: int, heads: int, **changed: object) ->
 
 
 def some_tokens(case: Case, chosen: slice | list[int], places: Sequence[int] = PER_TOKEN) -> Case:
-    """The same call for some of the tokens."""
+    """Return the call for some of its tokens."""
     tensors = [
         tensor[chosen] if place in places and tensor is not None else tensor
         for place, tensor in enumerate(case.tensors)
@@ -199,7 +199,7 @@ def some_tokens(case: Case, chosen: slice | list[int], places: Sequence[int] = P
 
 
 def with_inverse_rope(case: Case, seed: int = 0, num_positions: int = 5000) -> Case:
-    """The call with a rotation to undo; positions of every third token do not exist."""
+    """Return the call with an inverse RoPE; every third token has a position out of range."""
     made, tokens = generator(seed + 3), case.tensors[0].shape[0]
     table = ops.rope_cos_sin_cache(num_positions, theta=10000.0)
     positions = torch.randint(0, num_positions, (tokens,), generator=made)
@@ -217,7 +217,7 @@ def kernel(name: str, case: Case) -> tuple[Tensor, ...]:
 
 
 def agrees(name: str, case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
-    """``actual``, or what the kernel gives, against the reference on the CPU; float64 there."""
+    """Compare ``actual``, or the kernel's results, with the CPU's reference and float64."""
     spec = OPS[name]
     expected = [tensor.to(DEVICE) for tensor in case.run(spec.reference)]
     actual = kernel(name, case) if actual is None else actual
@@ -227,7 +227,7 @@ def agrees(name: str, case: Case, actual: tuple[Tensor, ...] | None = None) -> N
 
 
 def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: float = 1.5) -> Case:
-    """Rows without NaN, and at least one key per token: FlashMLA masks less than we do."""
+    """Make a gathered call without NaN, with a key for every token: FlashMLA masks less than we."""
     made = generator(seed)
     kv = keys_of(made, 3000, deviation)
     indices = integers(made, 0, len(kv), tokens, topk)
@@ -238,7 +238,7 @@ def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: floa
 
 
 def adversarial_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
-    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key."""
+    """Make absent entries, lengths out of range, unlisted rows of NaN, and tokens without keys."""
     case = gathered_case(seed, tokens, heads, topk)
     q, kv, indices, lens, sink = case.tensors
     kv[1::2] = math.nan
@@ -251,8 +251,8 @@ def adversarial_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
 
 
 def agrees_when_sampled(name: str, part: int, *, precise: bool = False) -> None:
-    """75 of the calls that the op's strategy draws: a part, as most of their time is compiling.
-    ``precise`` compares with float64, too."""
+    """Check 75 calls that the op's strategy samples; parts bound the time of compilation.
+    ``precise`` also compares with float64."""
     spec = OPS[name]
 
     @seed(part)
@@ -273,7 +273,7 @@ def agrees_when_sampled(name: str, part: int, *, precise: bool = False) -> None:
 
 @contextmanager
 def no_host_sync(sought: bool = True) -> Iterator[None]:
-    """What is queued ends first; then a call that waits for the device raises, where ``sought``."""
+    """Synchronise, and then raise in calls that wait for the device, if ``sought``."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error" if sought else "default")
     try:
@@ -283,7 +283,7 @@ def no_host_sync(sought: bool = True) -> Iterator[None]:
 
 
 def graph_of(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """``run`` in a CUDA graph, and what it writes."""
+    """Return a CUDA graph of ``run``, and the results that the graph writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -297,7 +297,7 @@ def graph_of(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def launches_both(code: str) -> bool:
-    """Whether compiled code has the splits and the combine: one op on Hopper, else two."""
+    """Return whether compiled code runs splits and combine: one op on Hopper, else two kernels."""
     if torch.cuda.get_device_capability() == (9, 0):
         return "_hopper_split_keys" in code
     return "split_keys_kernel" in code and "join_splits_kernel" in code

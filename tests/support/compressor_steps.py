@@ -1,5 +1,5 @@
-"""A small engine around the compressor: requests that grow by chunks, paged states that are used
-again, and tables that keep stale entries."""
+"""A small engine around the compressor: requests that grow by chunks, reused blocks of states, and
+tables with stale entries."""
 
 from random import Random
 from typing import Any
@@ -36,14 +36,14 @@ def random_weights(kind: str, seed: int, num_positions: int = 4096) -> dict[str,
 
 
 def random_sequences(kind: str, lens: list[int], seed: int) -> list[Tensor]:
-    """kv_score of every token of every request."""
+    """Sample kv_score for every token of every request."""
     made, spec = torch.Generator().manual_seed(seed), SPECS[kind]
     width = spec["head_dim"] * (2 if spec["overlap"] else 1)
     return [torch.randn(length, 2 * width, generator=made) * 2 for length in lens]
 
 
 class Engine:
-    """States and cache of one compressor, and the steps that fill them."""
+    """The states and the cache of one compressor, and steps that fill them."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Engine:
         keep_all: bool = True,
         call: Any = None,
     ) -> None:
-        """The next tokens of every request, an empty chunk for none; then ``padding`` tokens.
+        """Run a step over a chunk of every request (it may be empty), then ``padding`` tokens.
 
-        ``keep_all`` False keeps only the states that a later step can need.
+        Without ``keep_all``, only states remain that a later step may need.
         """
         lens = [chunk.shape[0] for chunk in chunks]
         starts = i32([0, *torch.tensor(lens).cumsum(0).tolist()])
@@ -157,7 +157,7 @@ class Engine:
             save_states()
 
     def _allot(self, lens: list[int]) -> None:
-        """Blocks for the new positions, those given back first; others' entries stay stale."""
+        """Allocate blocks for new positions, reused blocks first; other entries stay stale."""
         for request, count in enumerate(lens):
             blocks = range(self.done[request], self.done[request] + count)
             for block in sorted({position // self.size for position in blocks}):
@@ -182,13 +182,13 @@ class Engine:
         return self.pages[request, position // self.size] * self.size + position % self.size
 
     def _recycle(self) -> None:
-        """Give back the blocks that no later window reaches."""
+        """Free the blocks that no later window reads."""
         for request, block in [*self.pages]:
             if (block + 1) * self.size <= self.done[request] - self.window:
                 self.free.append(self.pages.pop((request, block)))
 
     def rows(self, request: int) -> Tensor:
-        """Finished rows of a plain cache, [rows, head_dim]."""
+        """Return the finished rows of a plain cache, [rows, head_dim]."""
         count = self.done[request] // self.ratio
         row = torch.arange(count)
         page = self.cache_table[request].long()[row // self.spec["block_size"]]
@@ -198,7 +198,7 @@ class Engine:
 def run_in_chunks(
     engine: Engine, sequences: list[Tensor], rng: Random, max_chunk: int, call: Any = None
 ) -> None:
-    """Every request to its end by random chunks, some of them empty, in either order of writes."""
+    """Run all requests to their ends by random chunks, some of them empty."""
     while any(done < len(rows) for done, rows in zip(engine.done, sequences, strict=True)):
         chunks = []
         for done, rows in zip(engine.done, sequences, strict=True):
@@ -213,8 +213,8 @@ def run_in_chunks(
 
 
 def together(step: Any = ops.save_and_compress) -> tuple[Any, Any]:
-    """``call`` for ``Engine.step``: both halves of a step, in either order, as one call of
-    ``step``."""
+    """Return the two halves of a step for ``Engine.step``, in either order; together they call
+    ``step`` once."""
     kept: dict[str, Any] = {}
 
     def save(*tensors: Any, **settings: Any) -> None:

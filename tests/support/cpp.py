@@ -1,4 +1,4 @@
-"""Packages in a C++ program without Python: its compiler's call, and files of tensors."""
+"""Run packages in a C++ program without Python: build the program, exchange tensors by files."""
 
 import os
 import struct
@@ -25,7 +25,7 @@ def build_cpp_runner(folder: Path) -> Path:
             Path(__file__).parents[1] / "cpp" / "run_package.cpp",
             "-o",
             program,
-            # without --no-as-needed the loader misses libtorch.so when the package asks for it
+            # without --no-as-needed the program lacks libtorch.so, which packages need
             "-Wl,--no-as-needed",
             f"-L{root}/lib",
             f"-Wl,-rpath,{root}/lib",
@@ -40,7 +40,7 @@ def build_cpp_runner(folder: Path) -> Path:
     return program
 
 
-# in the order of DTYPES in cpp/run_package.cpp
+# in the same order as DTYPES in cpp/run_package.cpp
 DTYPES = (torch.int32, torch.int64, torch.uint8, torch.bfloat16, torch.float32)
 DTYPES += (torch.float8_e4m3fn, torch.bool)
 

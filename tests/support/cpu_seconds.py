@@ -1,4 +1,4 @@
-"""CPU time of processes that are no children of this one, for ``--cpu-seconds``."""
+"""CPU time, for ``--cpu-seconds``, including processes that are not children of this one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _of_others: dict[int, float] = {}
 
 
 def until_now() -> float:
-    """CPU seconds of this process, of its children that ended, and of what ``add`` was told."""
+    """Return the CPU seconds of this process, of its ended children, and of ``add``'s processes."""
     return sum(os.times()[:4]) + sum(_of_others.values())
 
 
 def of_process(pid: int, *, children: bool = False) -> float:
-    """CPU seconds of a process, or of its children that ended; 0 where there is no /proc."""
+    """Return the CPU seconds of a process, or of its ended children; 0 without /proc."""
     stat = Path(f"/proc/{pid}/stat")
     if not stat.exists():
         return 0.0
@@ -24,5 +24,5 @@ def of_process(pid: int, *, children: bool = False) -> float:
 
 
 def add(pid: int, seconds: float) -> None:
-    """Count ``seconds``, all that process ``pid`` has taken so far."""
+    """Record that process ``pid`` has taken ``seconds`` so far."""
     _of_others[pid] = seconds

@@ -1,4 +1,4 @@
-"""Every bf16 value as an e4m3 code, and every code as a value, by functions that kernels share."""
+"""Check the kernels' conversions: every bf16 value to an e4m3 code, every code to a value."""
 
 import torch
 import triton
@@ -49,12 +49,12 @@ def _scale_kernel(codes, scales, values, BLOCK: tl.constexpr):
 
 
 def every_bf16() -> torch.Tensor:
-    """All 65,536 bf16 values as float32."""
+    """Return all 65,536 bf16 values as float32."""
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
 
 
 def ties() -> torch.Tensor:
-    """The middle of every two neighbouring values of codes, and the float32 values beside it."""
+    """Return the middle of each two neighbouring codes, and the float32 values next to it."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middle = torch.cat(((values[1:] + values[:-1]) / 2, torch.tensor([464.0])))
     beside = [torch.nextafter(middle, torch.full_like(middle, way)) for way in (0.0, 1e9)]
@@ -62,8 +62,8 @@ def ties() -> torch.Tensor:
 
 
 def check(device: str, converts: bool, scale_bytes: range) -> int:
-    """Compare bytes with torch's cast and with the reference; NaN is any NaN. Returns how many
-    values were compared."""
+    """Compare bytes with torch's cast and with the reference; any NaN equals NaN. Return the number
+    of compared values."""
     bits = every_bf16()
     extra = ties()
     values = torch.cat((bits, extra, extra.new_zeros(-len(extra) % BLOCK)))
@@ -74,7 +74,7 @@ def check(device: str, converts: bool, scale_bytes: range) -> int:
     expected = torch.where(values.isnan(), 0x7F, cast)
     assert torch.equal(codes.cpu(), expected)
 
-    pairs = torch.stack((bits, torch.zeros_like(bits)), 1)  # each value is the amax of its block
+    pairs = torch.stack((bits, torch.zeros_like(bits)), 1)  # each value is its block's amax
     codes = torch.empty(pairs.shape, dtype=torch.uint8, device=device)
     scales = torch.empty(len(pairs), dtype=torch.int32, device=device)
     _quantize_kernel[len(pairs) // BLOCK,](
@@ -105,7 +105,7 @@ def check(device: str, converts: bool, scale_bytes: range) -> int:
 
 
 def same_bits(found: torch.Tensor, want: torch.Tensor, integer: torch.dtype) -> bool:
-    """Whether all bits are equal but those of NaN, which are NaN in both."""
+    """Return whether all bits are equal, except that any NaN equals NaN."""
     nan = want.isnan()
     numbers = torch.equal(found.view(integer)[~nan], want.view(integer)[~nan])
     return numbers and torch.equal(found.isnan(), nan)

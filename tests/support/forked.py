@@ -1,6 +1,6 @@
-"""Python processes that begin with torch and transformers imported, which takes most tests of a
-process longer than what they are about: forked from a process that has imported them once, and
-nothing of ours."""
+"""Start Python processes in which torch and transformers are already imported, because the imports
+take longer than most such tests. The processes are forked from a server that has imported these
+packages, but nothing of ours."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def python(
     seconds: int = 1200,
     interpreter: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python *arguments`` (-c CODE, -m MODULE or a script, and its options) ends with.
+    """Run ``python *arguments`` (-c CODE, -m MODULE or a script, and options) to its end.
 
-    Not for tests of what an import brings or costs, nor of variables that torch reads when it is
-    imported. After ``seconds`` the process is killed. With ``interpreter`` it has Triton, whose
-    kernels are interpreted, with the interpreter mended.
+    Do not use this for tests of imports, or of variables that torch reads when it is imported. The
+    process is killed after ``seconds``. With ``interpreter``, Triton's interpreter, with our fixes,
+    runs kernels.
     """
     if interpreter not in _servers or _servers[interpreter].poll() is not None:
         _servers[interpreter] = _serve(interpreter)
@@ -74,7 +74,7 @@ def python(
 
 
 def interpreted(script: Path, *arguments: Any) -> list[str]:
-    """The lines that a script of ours prints where Triton's kernels are interpreted."""
+    """Run our script with Triton's interpreter, and return the lines that it prints."""
     env = {**os.environ, **_INTERPRETER, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = python(script, *arguments, env=env, interpreter=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -101,7 +101,7 @@ _INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _serve(interpreter: bool) -> subprocess.Popen[str]:
-    # only what the child is asked to have on its path: a copy of ours may come first there
+    # leave the path to the child's PYTHONPATH, which may begin with another copy of ours
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if interpreter:
         env |= _INTERPRETER
@@ -132,7 +132,7 @@ def _leave(server: subprocess.Popen[str]) -> None:
 
 
 def serve() -> None:
-    """Fork a process for every line of standard input, one after the other."""
+    """Fork a process for every line of standard input, one at a time."""
     base = sys.path[1:]
     for name in INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else IMPORTED:
         with contextlib.suppress(ImportError):
@@ -149,7 +149,7 @@ def serve() -> None:
 
 
 def _become(asked: dict[str, Any], base: list[str]) -> None:
-    """Be the process that was asked for, to its end."""
+    """Run as the requested process, to its end."""
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])

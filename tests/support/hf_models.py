@@ -1,4 +1,4 @@
-"""Small models of Hugging Face's code, ragged batches of their requests, and steps of ours."""
+"""Small models of Hugging Face, ragged batches of requests, and our steps over them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from dsv4_ops.testing.models import small_model
 from tests.helpers import i32
 from tests.support import forked
 
-LENGTH, REQUESTS = 290, 3  # past the window and two windows of 128
+LENGTH, REQUESTS = 290, 3  # longer than the window and two windows of 128
 
 
 @lru_cache
 def text() -> Tensor:
-    """Tokens of every request."""
+    """Return the tokens of every request."""
     return torch.randint(0, 256, (REQUESTS, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 @lru_cache
 @torch.no_grad()
 def expected() -> Tensor:
-    """Hugging Face's logits of every request, in float32, without a cache."""
+    """Return Hugging Face's logits of every request, in float32 and without a cache."""
     logits: Tensor = small_model()(text()).logits
     return logits
 
 
 @lru_cache
 def stock() -> Any:
-    """The small model as Hugging Face has it."""
+    """Return Hugging Face's small model, unpatched."""
     return small_model()
 
 
 @lru_cache
 def reference() -> Any:
-    """The patched model that follows Hugging Face."""
+    """Return the patched model in the mode that follows Hugging Face."""
     return v4.patch(small_model(), kv="fp32", precision="reference")
 
 
@@ -61,7 +61,7 @@ def leaves(cache: v4.PagedCache) -> list[Tensor]:
 
 @contextmanager
 def refuses(cache: v4.PagedCache, message: str) -> Iterator[None]:
-    """One error that begins with ``message``, a pattern; no value of the cache changes."""
+    """Assert an error that begins with the pattern ``message``, and an unchanged cache."""
     before = leaves(cache)
     with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
         yield
@@ -72,7 +72,7 @@ def refuses(cache: v4.PagedCache, message: str) -> Iterator[None]:
 def first_step(
     model: Any, tokens: Sequence[int] = (7, 5), **sizes: Any
 ) -> tuple[v4.StepBatch, v4.PagedCache]:
-    """The first token of each request, and an empty cache."""
+    """Return a batch with the first token of each request, and an empty cache."""
     count = len(tokens)
     cache = new_cache(model, **{"max_batch_size": count, "max_cache_len": 256, **sizes})
     rows = [cache.add(request, num_tokens=3) for request in range(count)]
@@ -81,7 +81,7 @@ def first_step(
 
 
 def check_states(got: Tensor, want: Tensor) -> None:
-    """Hidden states are Hugging Face's within 1e-5 of the largest one."""
+    """Assert that hidden states equal Hugging Face's within 1e-5 of the largest value."""
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
@@ -91,8 +91,8 @@ class Engine:
 
     Args:
         model: Patched model.
-        cache: Its cache; a row and blocks are taken as requests need them.
-        tokens: Of every request.
+        cache: The model's cache; requests take a row and blocks when they need them.
+        tokens: The tokens of every request.
     """
 
     def __init__(self, model: Any, cache: v4.PagedCache, tokens: Tensor) -> None:
@@ -101,7 +101,7 @@ class Engine:
         self.logits: list[dict[int, Tensor]] = [{} for _ in tokens]
 
     def batch(self, counts: dict[int, int], *, padding: int = 0) -> v4.StepBatch:
-        """The next ``counts[request]`` tokens of each request, then padding requests and tokens."""
+        """Return the next ``counts[request]`` tokens of each request, then padding."""
         ids, starts, lens, rows = [], [0], [], []
         for request, count in counts.items():
             if request not in self.cache.requests:
@@ -121,7 +121,7 @@ class Engine:
         return v4.StepBatch(*(tensor.to(device) for tensor in tensors))
 
     def decode(self, counts: dict[int, int], *, padding: int = 0, step: Any = None) -> None:
-        """A step whose logits of every token are kept."""
+        """Run a decode step, and store the logits of every token."""
         batch = self.batch(counts, padding=padding)
         logits = (step or v4.decode_step)(self.model, batch, self.cache.tensors)
         place = 0
@@ -132,7 +132,7 @@ class Engine:
             self.done[request] += count
 
     def prefill(self, counts: dict[int, int], *, padding: int = 0, step: Any = None) -> None:
-        """A step whose logits of every request's last token are kept."""
+        """Run a prefill step, and store the logits of every request's last token."""
         batch = self.batch(counts, padding=padding)
         logits = (step or v4.prefill_step)(self.model, batch, self.cache.tensors)
         for place, (request, count) in enumerate(counts.items()):
@@ -140,7 +140,7 @@ class Engine:
             self.logits[request][self.done[request] - 1] = logits[place].clone()
 
     def differences(self, want: Tensor) -> Iterator[Tensor]:
-        """Of all logits kept, on the device of ``want``."""
+        """Yield the differences of all stored logits from ``want``, on the device of ``want``."""
         for request, kept in enumerate(self.logits):
             for place, logits in kept.items():
                 yield logits.to(want.device).float() - want[request, place]
@@ -154,7 +154,7 @@ class Engine:
 
 
 def run_randomly(engine: Engine, rng: Random, most: int = 40) -> Engine:
-    """Random steps, prefills and decodes of several tokens, until all requests are complete."""
+    """Run random prefills and decodes of several tokens until all requests are complete."""
     length = engine.tokens.shape[1]
     while min(engine.done) < length:
         waiting = [request for request, done in enumerate(engine.done) if done < length]
@@ -169,8 +169,8 @@ def run_randomly(engine: Engine, rng: Random, most: int = 40) -> Engine:
 
 
 def run_preempted(engine: Engine, rng: Random) -> int:
-    """Prefills until all requests are complete: when no block is free the youngest gives its own
-    back, and begins anew. Returns how many did."""
+    """Prefill until all requests are complete. If no block is free, the youngest request frees its
+    blocks and starts again. Return the number of such preemptions."""
     cache, length, preempted = engine.cache, engine.tokens.shape[1], 0
     age = list(range(len(engine.done)))
     while min(engine.done) < length:
@@ -196,8 +196,8 @@ def run_preempted(engine: Engine, rng: Random) -> int:
 
 
 def run_changing(engine: Engine, rng: Random, steps: int, compiled: Any) -> int:
-    """Compiled decode steps of a batch of 6 tokens whose requests rest, end, and give their rows
-    to others. Returns how many ended."""
+    """Run compiled decode steps of 6 tokens, while requests pause, end, and leave their rows to
+    other requests. Return the number of ended requests."""
     length, finished, requests = engine.tokens.shape[1], 0, len(engine.done)
 
     def step(model: Any, batch: v4.StepBatch, cache: Any) -> Tensor:
@@ -219,7 +219,7 @@ def run_changing(engine: Engine, rng: Random, steps: int, compiled: Any) -> int:
 
 
 def padded_to(batch: v4.StepBatch, num_tokens: int, num_reqs: int) -> v4.StepBatch:
-    """The batch at the size of a graph."""
+    """Pad the batch to the size of a graph."""
     tokens, requests = num_tokens - len(batch.tokens), num_reqs - len(batch.rows)
     last = batch.query_start_loc[-1:]
     return v4.StepBatch(
@@ -231,7 +231,7 @@ def padded_to(batch: v4.StepBatch, num_tokens: int, num_reqs: int) -> v4.StepBat
 
 
 def random_counts(rng: Random, done: list[int], most: int) -> dict[int, int]:
-    """Tokens of the requests of a step: decodes first, then chunks."""
+    """Sample the numbers of tokens of requests in a step: decodes first, then chunks."""
     open_requests = [request for request, count in enumerate(done) if count < LENGTH]
     chosen = rng.sample(open_requests, rng.randint(1, len(open_requests)))
     sizes = [1, 1, 2, 3, 5, 64, 127, 129]
@@ -240,8 +240,10 @@ def random_counts(rng: Random, done: list[int], most: int) -> dict[int, int]:
 
 
 def run_packaged(model, cache, tokens, folder):
-    """Prefill two requests; a package without our Python decodes both, and one beside padding."""
-    package = v4.export_decode(model, cache, path=folder / "decode.pt2")
+    """Prefill two requests, decode both, then one with padding, in a package; return the engine."""
+    from dsv4_ops.lowering.inspect import load_package  # imports Inductor
+
+    package = load_package(v4.export_decode(model, cache, path=folder / "decode.pt2"))
     engine = Engine(model, cache, tokens[:2])
     engine.prefill({0: 60, 1: 9})
 

@@ -1,4 +1,4 @@
-"""An H100 that is not there: for what launchers and Triton ask before a kernel is launched."""
+"""A simulated H100, for the questions of launchers and Triton before a launch."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from triton.runtime import driver
 
 
 class Hopper:
-    """A driver without a GPU: Triton asks it for what it compiles."""
+    """A driver without a GPU, which tells Triton the compile target."""
 
     def get_current_device(self):
         return 0
@@ -21,7 +21,7 @@ class Hopper:
 
 @pytest.fixture
 def hopper(monkeypatch, tmp_path):
-    """One H100, as far as launchers and Triton ask; and an empty folder of compiled kernels."""
+    """Simulate one H100 for launchers and Triton, with an empty folder of compiled kernels."""
 
     class Properties:
         multi_processor_count = 132
@@ -33,7 +33,7 @@ def hopper(monkeypatch, tmp_path):
 
 
 class Workers:
-    """Takes jobs, and runs one when it is waited for."""
+    """A pool that runs a job when the caller waits for the job."""
 
     def __init__(self):
         self.asked, self.ran = [], 0
@@ -49,7 +49,7 @@ class Workers:
 
 
 def on_cuda(value):
-    """A fake tensor like ``value`` on the GPU; called under ``FakeTensorMode``."""
+    """Return a fake tensor like ``value`` on the GPU; call this under ``FakeTensorMode``."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")

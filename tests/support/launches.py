@@ -1,4 +1,4 @@
-"""A launcher that runs nothing, and takes down what it would launch."""
+"""A launcher that records launches instead of running them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from dsv4_ops.kernels.launcher import Launcher
 
 
 class Launches(Launcher):
-    """Kernels and grids in order, and of each kernel the last arguments and constants."""
+    """Records kernels and grids in order, and the last arguments and constants of each kernel."""
 
     def __init__(self, capability: tuple[int, int] | None = None) -> None:
         super().__init__(self._kernel, capability=capability)

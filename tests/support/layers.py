@@ -1,5 +1,5 @@
-"""Small attention layers of each kind, and an engine that runs requests through one of them: chunks
-of any size, paged caches whose blocks are used again, tables that keep stale entries."""
+"""Small attention layers of each kind, and an engine that runs requests through a layer: chunks of
+any size, paged caches with reused blocks, tables with stale entries."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ INPUTS = ("q", "kv", "kv_score", "indexer_q", "indexer_weights", "indexer_kv_sco
 
 
 def sizes_of(spec: LayerSpec, kind: str) -> Sizes:
-    """The configuration as the oracle has it."""
+    """Return the configuration in the form for the oracle."""
     compressed = kind != "window"
     return Sizes(
         window=spec.attention.window_size,
@@ -59,7 +59,7 @@ def sizes_of(spec: LayerSpec, kind: str) -> Sizes:
 
 
 class SmallLayer(nn.Module):
-    """Projections, the attention layer between them, and the output projection."""
+    """A layer of input projections, attention, and the output projection."""
 
     schedule, state_rings, save_first, plan_heads, ranks = "decode", False, False, 0, 1
 
@@ -93,7 +93,7 @@ class SmallLayer(nn.Module):
         self.to(device)
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
-        """``LayerInputs`` of hidden states [num_tokens, HIDDEN], by name."""
+        """Return ``LayerInputs`` of hidden states [num_tokens, HIDDEN], by name."""
         found = {name: x @ getattr(self, f"{name}_proj").mT for name in self.names}
         found["q"] = found["q"].unflatten(1, (HEADS, -1)).to(self.dtype)
         found["kv"] = found["kv"].to(self.dtype)
@@ -103,14 +103,14 @@ class SmallLayer(nn.Module):
         return found
 
     def step(self, *batch: Tensor) -> Any:
-        """query_start_loc, seq_lens, slot_mapping, tables of window, rows and states."""
+        """Build a step from query_start_loc, seq_lens, slot_mapping and block tables."""
         starts, lens, slots, swa, rows, states = batch
         tables, held = BlockTables(swa=swa, c4=rows, c128=rows), StateTables(c4=states, c128=states)
         heads = self.plan_heads
         return build_attention_step(self.spec, starts, lens, slots, tables, held, plan_heads=heads)
 
     def attend(self, inputs: dict[str, Tensor], *batch: Tensor) -> Tensor:
-        """Grouped outputs of projected tokens."""
+        """Return the grouped attention outputs of projected tokens."""
         weights, caches = self.attention.weights, self.attention.caches
         given, step = LayerInputs(**inputs), self.step(*batch)
         held, chosen = (weights, caches), {"schedule": self.schedule}
@@ -118,7 +118,7 @@ class SmallLayer(nn.Module):
         return attention_layer(self.spec, self.kind, given, *held, step, **chosen)
 
     def on_caches(self, x: Tensor, batch: tuple[Tensor, ...], caches: tuple[Tensor, ...]) -> Tensor:
-        """``forward`` with caches that are arguments."""
+        """Run ``forward`` with caches as arguments."""
         weights, given = self.attention.weights, LayerInputs(**self.project(x))
         step, held = self.step(*batch), LayerCaches(*caches)
         rings = {"state_rings": self.state_rings, "save_first": self.save_first}
@@ -126,7 +126,7 @@ class SmallLayer(nn.Module):
         return grouped.flatten(1) @ self.out_proj.mT
 
     def forward(self, x: Tensor, *batch: Tensor) -> Tensor:
-        """The whole layer: metadata, projections, attention, output projection."""
+        """Run the whole layer: metadata, projections, attention, output projection."""
         grouped = self.attention(self.step(*batch), **self.project(x))
         return grouped.flatten(1) @ self.out_proj.mT
 
@@ -137,14 +137,14 @@ def caches_of(layer: SmallLayer) -> dict[str, Tensor]:
 
 
 def poison(layer: SmallLayer) -> None:
-    """Every byte of every cache a part of a NaN."""
+    """Fill every cache with bytes that read as NaN."""
     for cache in caches_of(layer).values():
         cache.view(torch.uint8).fill_(0xFF)
 
 
 @contextmanager
 def changed(layer: SmallLayer, **attributes: Any) -> Iterator[SmallLayer]:
-    """Other attributes, as long as the context is open."""
+    """Change attributes while the context is open."""
     before = {name: getattr(layer, name) for name in attributes}
     vars(layer).update(attributes)
     try:
@@ -155,7 +155,7 @@ def changed(layer: SmallLayer, **attributes: Any) -> Iterator[SmallLayer]:
 
 @contextmanager
 def unwritten(layer: SmallLayer) -> Iterator[None]:
-    """Every byte of every cache stays what it is."""
+    """Assert that no byte of any cache changes."""
     before = {name: cache.clone() for name, cache in caches_of(layer).items()}
     yield
     for name, cache in caches_of(layer).items():
@@ -163,12 +163,12 @@ def unwritten(layer: SmallLayer) -> Iterator[None]:
 
 
 def hidden_states(requests: int = REQUESTS, length: int = LENGTH, seed: int = 9) -> Tensor:
-    """[requests, length, HIDDEN]"""
+    """Sample hidden states [requests, length, HIDDEN]."""
     return torch.randn(requests, length, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def oracle(layer: SmallLayer, inputs: dict[str, Tensor]) -> LayerResult:
-    """All tokens of one request."""
+    """Return the oracle's result for all tokens of one request."""
     weights = {name: weight.cpu() for name, weight in layer.attention.named_parameters()}
     on_host = {name: tensor.cpu() for name, tensor in inputs.items()}
     return oracle_layer(sizes_of(layer.spec, layer.kind), on_host, weights)
@@ -176,7 +176,7 @@ def oracle(layer: SmallLayer, inputs: dict[str, Tensor]) -> LayerResult:
 
 @dataclass
 class Pages:
-    """Blocks of one cache group: blocks of ``size`` positions, entries of others stale."""
+    """Blocks of ``size`` positions of one cache group; unused table entries are stale."""
 
     size: int
     table: Tensor
@@ -191,7 +191,7 @@ class Pages:
                 self.of[request, block] = self.table[request, block] = self.free.pop()
 
     def release(self, request: int, stop: int) -> None:
-        """Give back the blocks that end at or before ``stop``; their entries stay."""
+        """Free the blocks that end at or before ``stop``; their table entries stay."""
         for block in [block for owner, block in self.of if owner == request]:
             if (block + 1) * self.size <= stop:
                 self.free.append(self.of.pop((request, block)))
@@ -202,7 +202,7 @@ class Pages:
 
 
 class Engine:
-    """Requests on the caches of one layer, and the steps that advance them."""
+    """Requests in the caches of one layer, and steps that advance them."""
 
     def __init__(self, layer: SmallLayer, requests: int = REQUESTS, *, seed: int = 0) -> None:
         self.layer, self.done = layer, [0] * requests
@@ -222,8 +222,8 @@ class Engine:
         self.kept = 2 * spec.ratio(kind) if kind == "c4" else spec.ratio(kind)
 
     def batch(self, counts: list[int], padding: int = 0) -> tuple[Tensor, ...]:
-        """Tensors of a step that advances request r by counts[r] tokens, then ``padding`` tokens
-        and one padding request."""
+        """Return the tensors of a step that advances request r by counts[r] tokens, followed by
+        ``padding`` tokens and one padding request."""
         slots = []
         for request, count in enumerate(counts):
             start = self.done[request]
@@ -238,7 +238,7 @@ class Engine:
         return total, i32([*lens, 0]), i64(slots), *tables
 
     def finish(self, counts: list[int]) -> None:
-        """Take the step as done, and give back what no later token sees."""
+        """Mark the step as done, and free the blocks that no later token sees."""
         window = self.layer.spec.attention.window_size
         for request, count in enumerate(counts):
             self.done[request] += count
@@ -248,7 +248,7 @@ class Engine:
     def run(
         self, inputs: list[dict[str, Tensor]], counts: list[int], padding: int = 0
     ) -> list[Tensor]:
-        """Outputs of the new tokens of every request."""
+        """Run a step, and return the outputs of every request's new tokens."""
         device = inputs[0]["q"].device
         batch = [tensor.to(device) for tensor in self.batch(counts, padding)]
         tokens = []
@@ -265,7 +265,7 @@ class Engine:
 
 
 def junk(like: Tensor, rows: int) -> Tensor:
-    """Rows of NaN, of padding tokens."""
+    """Return rows of NaN, for padding tokens."""
     return torch.full((rows, *like.shape[1:]), float("nan"), device=like.device).to(like.dtype)
 
 
@@ -277,8 +277,8 @@ def in_chunks(
     padding: int = 0,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Outputs of requests that advance by ``cuts[request][step]`` tokens in every step, on caches
-    full of NaN."""
+    """Run requests that advance by ``cuts[request][step]`` tokens in each step, on caches full of
+    NaN; return their outputs."""
     poison(layer)
     engine = Engine(layer, len(inputs), seed=seed)
     found: list[list[Tensor]] = [[] for _ in inputs]
@@ -290,5 +290,5 @@ def in_chunks(
 
 
 def projected(layer: SmallLayer, hidden: Tensor) -> list[dict[str, Tensor]]:
-    """Inputs of every request."""
+    """Return the projected inputs of every request."""
     return [layer.project(rows) for rows in hidden]

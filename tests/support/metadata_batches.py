@@ -1,4 +1,4 @@
-"""Random whole batches for the metadata builders, with every cache group's block table."""
+"""Random batches for the metadata builders, with the block tables of all cache groups."""
 
 import random
 
@@ -19,8 +19,8 @@ def random_inputs(
     spec: AttentionSpec = SPEC,
     max_query: int | None = None,
 ) -> Inputs:
-    """query_start_loc, seq_lens, slot_mapping and three tables: ragged, with empty and padding
-    requests and tokens."""
+    """Sample query_start_loc, seq_lens, slot_mapping and three tables: ragged, with empty and
+    padding requests, and padding tokens."""
     rng = random.Random(seed)
     longest = spec.next_n if max_query is None else max_query
     room, queries, lens = num_tokens, [], []

@@ -1,5 +1,5 @@
-"""Calls of dense MLA for the kernels: ragged requests, adversarial values, rows of NaN that no
-token sees; and their results in float64, one token after the other."""
+"""Calls of dense MLA for tests of kernels: ragged requests, adversarial values, and rows of NaN
+that no token sees; and float64 results of the calls, token by token."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def cache_of(
     width: int = WIDTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Rows of logits of a few units with normal queries."""
+    """Sample rows that make logits of a few units with normal queries."""
     rows = torch.randn(blocks, block_size, width, generator=made).to(dtype)
     if layout == PlainLayout.tag:
         return rows
@@ -43,7 +43,7 @@ def cache_of(
 
 
 def _fill_unseen(cache: Tensor, seen: Tensor) -> Tensor:
-    """NaN in every row that no token sees."""
+    """Write NaN to every row that no token sees."""
     nan = torch.full_like(cache, 0xFF if cache.dtype == torch.uint8 else math.nan)
     return torch.where(seen[..., None], cache, nan)
 
@@ -66,10 +66,10 @@ def mla_case(
     context_lens: list[int] | None = None,
     **changed: object,
 ) -> Case:
-    """Requests of so many tokens each, then tokens that are padding.
+    """Make requests with these numbers of tokens, then padding tokens.
 
-    The first request has its table's width, behind others are garbage entries; with adversarial
-    values some blocks and requests do not exist, and lengths are out of range.
+    The first request fills its row of the table; other rows end in garbage entries. With
+    adversarial values, some blocks and requests do not exist, and lengths are out of range.
     """
     made = torch.Generator().manual_seed(seed)
     columns = -(-longest // block_size)
@@ -87,7 +87,7 @@ def mla_case(
     for request, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         first = int(starts[request])
         seq_lens[first : first + count] = (context - count + 1 + torch.arange(count)).clamp(min=0)
-    for request, context in enumerate(context_lens):  # garbage behind the last row
+    for request, context in enumerate(context_lens):  # garbage after the last block
         table[request, -(-context // block_size) :] = 2147480000
     if adversarial:
         none = i32([-1, INT32_MIN, blocks, INT32_MAX])
@@ -122,7 +122,7 @@ def mla_case(
 def rows_of(
     length: Tensor, request: Tensor, table: Tensor, blocks: int, block_size: int
 ) -> list[tuple[int, int]]:
-    """Block and row of every row that a token sees, in the order of positions."""
+    """Return the block, and the row within it, of every row that a token sees, by position."""
     request = int(request)
     if not 0 <= request < table.shape[0]:
         return []
@@ -135,7 +135,7 @@ def rows_of(
 
 
 def kernel_cases() -> dict[str, Case]:
-    """What every kernel over bf16 rows of 576 has to get right, in a few blocks of keys."""
+    """Return critical calls for kernels over bf16 rows of 576 values, with a few blocks of keys."""
     short = [129, 1, 0, 64, 128, 127, 63, 65]
     return {
         "ragged tokens that share programs": mla_case(0, [2, 1, 4], 16, longest=150),
@@ -154,8 +154,8 @@ def kernel_cases() -> dict[str, Case]:
 
 
 def spoiled(case: Case) -> tuple[Case, list[int]]:
-    """The call with NaN in the two last rows of its first request, one latent value of one and the
-    RoPE part of the other; and the tokens that see any of them."""
+    """Put NaN into the two last rows of the first request: a latent value of one row, the RoPE part
+    of the other. Return the call, and the tokens that see these rows."""
     q, cache, seq_lens, requests, table, *rest = case.tensors
     changed = cache.clone()
     nan: float = 0x7F if cache.dtype == torch.uint8 else math.nan
@@ -170,8 +170,8 @@ def spoiled(case: Case) -> tuple[Case, list[int]]:
 
 
 def assert_spoils_what_sees_it(run: Callable[[Case], Sequence[Tensor]], case: Case) -> None:
-    """A row of NaN is in the results of the tokens that see it, and in no others. These may be
-    rounded otherwise, as partial results of tokens that share a program have one scale."""
+    """Assert that a row of NaN reaches only the tokens that see it. Other results may be rounded
+    differently, because tokens that share a program share the scale of partial results."""
     changed, seeing = spoiled(case)
     assert 0 < len(seeing) < int((case.tensors[3] == 0).sum())
     others = [token for token in range(case.tensors[0].shape[0]) if token not in seeing]
@@ -183,15 +183,15 @@ def assert_spoils_what_sees_it(run: Callable[[Case], Sequence[Tensor]], case: Ca
 
 
 def planned(case: Case, plan: Tensor) -> Case:
-    """The call with a plan, which no hint goes with."""
+    """Return the call with a plan, and without the hint that a plan excludes."""
     tensors = list(case.tensors)
     tensors[5:7] = None, plan
     return Case(case.name, tuple(tensors), case.settings)
 
 
 def sparse_case(case: Case, seed: int = 0, topk: int = 0) -> Case:
-    """The rows that each token of a call of ``mla_decode`` sees as a list of slots in any order,
-    among slots that do not exist; ``topk`` is at least the number of columns."""
+    """Turn a call of ``mla_decode`` into one of ``mla_sparse``: the visible rows of a token become
+    slots in any order, among absent slots; ``topk`` is the minimum number of columns."""
     q, cache, seq_lens, requests, table, *_ = case.tensors
     blocks, size = cache.shape[0], case.settings["block_size"]
     made = torch.Generator().manual_seed(seed)
@@ -212,7 +212,7 @@ def sparse_case(case: Case, seed: int = 0, topk: int = 0) -> Case:
 def assert_exact(
     actual: tuple[Tensor, Tensor], case: Case, more: float = 1.6, op: str = DENSE
 ) -> None:
-    """Results as near to float64 as those of the reference, up to a factor; without a key exact."""
+    """Assert errors within a factor of the reference's, and exact results without keys."""
     out, lse = (each.cpu().double() for each in actual)
     results = exact_results(OPS[op].implementation("testing"), case)
     expected, expected_lse = (result.value for result in results)

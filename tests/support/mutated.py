@@ -1,4 +1,4 @@
-"""JSON with a change somewhere, and whether what reads it accepts it or refuses it clearly."""
+"""Change JSON somewhere, and check that a reader accepts the change or refuses it clearly."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ NUMBERS = st.integers(-3, 300) | st.integers(-(2**70), 2**70)
 
 @st.composite
 def mutated(draw, document):
-    """A document with other JSON at some place, without it, or with more beside it."""
+    """Sample a change of a document: replace, remove or add JSON at some place."""
     document = json.loads(json.dumps(document))
     held, key = document, draw(st.sampled_from(sorted(document)))
     while isinstance(held[key], (dict, list)) and held[key] and draw(st.integers(0, 3)):
@@ -36,7 +36,7 @@ def mutated(draw, document):
 
 
 def accepts(read, path, op="check_checkpoint"):
-    """Whether it does; if not, its error has a rule, what was found and what to do."""
+    """Return whether ``read`` accepts a file; a refusal must name rule, actual value, remedy."""
     try:
         read(path)
     except (ValueError, NotImplementedError) as error:
@@ -49,7 +49,7 @@ def accepts(read, path, op="check_checkpoint"):
 
 @contextlib.contextmanager
 def restored(file):
-    """The bytes of a file, which it has again afterwards."""
+    """Yield the bytes of a file, and restore the file afterwards."""
     whole = file.read_bytes()
     try:
         yield whole

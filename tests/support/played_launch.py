@@ -1,5 +1,5 @@
-"""A launch of a kernel in Gluon in an AOTInductor package. The GPU is played by C++ that does what
-can be told of every argument."""
+"""Launch a Gluon kernel from an AOTInductor package, on a simulated GPU: C++ code computes results
+that depend on every argument."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,13 +51,13 @@ static void launchKernel(CUfunction kernel, uint32_t x, uint32_t y, uint32_t z, 
     lse[0] = well ? x + 1000.0f * y + 10000.0f * z + 100000.0f * warps : 0;
 }
 """
-"""Results say what it was given: a launch of a token too few, of other strides, of another address
-or with arguments in another order shows."""
+"""The results depend on all arguments: they show a launch with a token too few, with other strides
+or addresses, or with arguments in another order."""
 
 
 @contextmanager
 def played() -> Iterator[None]:
-    """The driver, in C++."""
+    """Replace the CUDA driver by C++ code."""
     definition = gluon.definition
     gluon.register()
     with mock.patch.object(
@@ -67,7 +67,7 @@ def played() -> Iterator[None]:
 
 
 class Gathered(torch.nn.Module):
-    """As the trace of a package calls it; queries have gaps."""
+    """The launch as in the trace of a package; queries have gaps."""
 
     def forward(self, pairs, kv, indices, lens, sink):
         rows = (pairs[:, :, 1], kv, indices[:, 1:], lens)
@@ -83,7 +83,7 @@ def launch_inputs(tokens, heads=8, width=65, rows=40):
 
 
 class Launch:
-    """In the place of an op of a package: for any tokens, of which 132 programs take turns."""
+    """A launch for any number of tokens, which 132 programs share, in place of a package's op."""
 
     num_results = 3
 
@@ -91,7 +91,7 @@ class Launch:
         self.call, self.inputs = Gathered(), launch_inputs(tokens)
 
     def assert_agrees(self, runtime: str, returned: Sequence[Tensor], inputs: object) -> None:
-        """What the played kernel returns for these arguments."""
+        """Assert the results of the simulated kernel for these arguments."""
         (pairs, kv, indices, lens, sink), count = self.inputs, len(self.inputs[0])
         out, row_max, lse = returned
         assert torch.equal(out, pairs[:, :, 1]), runtime

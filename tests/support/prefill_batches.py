@@ -1,4 +1,4 @@
-"""Calls of sparse MLA for prefill, and plans for decode: for the GPU and for the interpreter."""
+"""Prefill calls of sparse MLA, and plans for decodes, for tests on GPUs and in the interpreter."""
 
 import math
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from tests.support.attention_batches import DECODE, DEVICE, WINDOW, cache_of, ge
 
 PREFILL = "sparse_mla_prefill"
 GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
-MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows of a block
+MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows per block
 BAD = (-1, INT32_MIN, INT32_MAX)
 
 
 def unsplit(case: Case) -> Case:
-    """The same call, the keys of no token in splits: "auto" splits those of few."""
+    """Return the call without splits of keys, which "auto" uses for few tokens."""
     return Case(f"{case.name}, unsplit", case.tensors, {**case.settings, "impl": "triton"})
 
 
 def requests_of(made: torch.Generator, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
-    """Positions and requests of ragged requests: first chunks and later ones, some of one token."""
+    """Sample positions and requests of first and later chunks, some of them one token."""
     positions, owners = [], []
     while len(positions) < tokens:
         room = tokens - len(positions)
@@ -43,8 +43,8 @@ def requests_of(made: torch.Generator, tokens: int, longest: int) -> tuple[Tenso
 def pages_of(
     made: torch.Generator, stored: torch.Generator, size: int, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """A cache of random blocks, every other one NaN, and a table of the others with some
-    blocks that do not exist."""
+    """Make a cache of random blocks, half of them NaN, and a table of the other blocks, some of
+    them absent."""
     count = shape[0] * shape[1]
     pages = torch.randperm(2 * count, generator=stored)[:count]
     slots = (pages[:, None] * size + torch.arange(size)).flatten()
@@ -69,8 +69,8 @@ def prefill_case(
     window: int = WINDOW,
     cache_seed: int = 0,
 ) -> Case:
-    """Ragged requests over random blocks, some of them none, in caches whose other blocks are NaN:
-    C4 with ``topk`` rows, of which some are none or of the future, C128 with all rows, or a window
+    """Make ragged requests over random blocks, some of them absent; other blocks are NaN. C4 lists
+    ``topk`` rows, some of them absent or in the future; C128 reads all rows; the rest has a window
     only."""
     made, stored = generator(seed + 3), generator(cache_seed)
     ratio, extra_block = MODES[mode]
@@ -95,7 +95,7 @@ def prefill_case(
 
 
 def selected(made: torch.Generator, positions: Tensor, ratio: int, topk: int) -> Tensor:
-    """Rows that a token sees, in any order; 1 in 10 is none, or one that it does not see yet."""
+    """Sample visible rows of a token in any order; 1 in 10 is absent or not visible yet."""
     visible = (positions.clamp(0, INT32_MAX - 1) + 1)[:, None] // ratio
     shape = (len(positions), topk)
     rows = (torch.rand(shape, generator=made) * visible).int()
@@ -104,7 +104,7 @@ def selected(made: torch.Generator, positions: Tensor, ratio: int, topk: int) ->
     future = (visible + integers(made, 0, 3, *shape)).clamp(max=INT32_MAX).int()
     none = torch.where(torch.rand(shape, generator=made) < 0.5, none, future)
     rows = torch.where(strange, none, rows)
-    behind = torch.arange(topk) >= visible  # as the indexer leaves what it cannot fill
+    behind = torch.arange(topk) >= visible  # entries that the indexer cannot fill
     return torch.where(behind, -1, rows)
 
 
@@ -113,14 +113,14 @@ def with_plan(case: Case, plan: Tensor | None) -> Case:
 
 
 def plan_of(case: Case, num_programs: int = 132) -> Tensor:
-    """The plan of a call of either op of decode."""
+    """Make the plan of a decode call, of either op."""
     extra = case.tensors[5 if case.tensors[5] is None or case.tensors[5].dim() == 1 else 6]
     heads = case.tensors[0].shape[1]
     return ops.sparse_mla_plan(case.tensors[3], extra, num_heads=heads, num_programs=num_programs)
 
 
 def stale_plan(case: Case, seed: int, num_programs: int = 132) -> Tensor:
-    """A plan of other lengths of as many tokens."""
+    """Make a plan for other lengths of as many tokens."""
     made, tokens = generator(seed), case.tensors[0].shape[0]
     lens = integers(made, 0, 9000, tokens) * integers(made, 0, 2, tokens)
     lens[0] = 100_000
@@ -131,9 +131,9 @@ def stale_plan(case: Case, seed: int, num_programs: int = 132) -> Tensor:
 def adversarial_plan(
     plan: Tensor, victims: Tensor, num_tokens: int, seed: int, *, anywhere: bool = False
 ) -> Tensor:
-    """The plan with every row of the tokens ``victims``, and every row of no token, spoiled: tokens
-    that do not exist, splits and starts that cannot be. Spoiled rows name no other token of the
-    batch; their starts are no place in the buffer of partial results, or ``anywhere``."""
+    """Spoil the plan's rows of the tokens ``victims``, and its unused rows: absent tokens, and
+    impossible splits and starts. Spoiled rows name no other token of the batch. Their starts are
+    outside of the buffer of partial results, or ``anywhere``."""
     made = generator(seed)
     room = 2 * (plan.shape[0] - num_tokens)
     values = (0, 1, 2, 7, 130, -1, room - 1, room, INT32_MAX - 1, INT32_MAX, INT32_MIN)
@@ -149,7 +149,7 @@ def adversarial_plan(
 
 
 def plain_case(name: str) -> tuple[Case, Case]:
-    """A call over plain caches, and the same where compressed rows have gaps between them."""
+    """Make a call over plain caches, and the same call with gaps between compressed rows."""
     made = generator(4)
     swa, extra = (PlainLayout(size).allocate(4) for size in (64, 2))
     for cache in (swa, extra):
@@ -177,7 +177,7 @@ def plain_case(name: str) -> tuple[Case, Case]:
 
 
 def move(tensor: Tensor | None) -> Tensor | None:
-    """On the device, with the strides that it has."""
+    """Copy a tensor to the device with its strides."""
     if tensor is None or tensor.is_contiguous():
         return None if tensor is None else tensor.to(DEVICE)
     base = torch.as_strided(tensor, (4, 2, 1024), (2048, 1024, 1))
@@ -187,7 +187,7 @@ def move(tensor: Tensor | None) -> Tensor | None:
 def compiled_and_captured(
     step: Callable[..., Any], static: list[Tensor | None], captured_by: str
 ) -> tuple[Callable[[], Any], str]:
-    """What replays the compiled step, and its code."""
+    """Return a function that replays the compiled step, and the compiled code."""
     torch._dynamo.reset()
     options = GRAPHS if captured_by == "inductor" else {}
     compiled = torch.compile(step, fullgraph=True, options=options)
@@ -198,7 +198,7 @@ def compiled_and_captured(
 def captured(
     step: Callable[..., Any], static: list[Tensor | None], captured_by: str
 ) -> Callable[[], Any]:
-    """A function that replays the step and returns its results."""
+    """Return a function that replays the step and returns its results."""
     if captured_by == "inductor":
         for _ in range(3):
             step(*static)
@@ -217,7 +217,7 @@ def captured(
 def replayed(
     replay: Callable[[], Any], static: list[Tensor | None], fresh: list[Tensor | None]
 ) -> Any:
-    """Results after all inputs changed in place, without a host sync."""
+    """Change all inputs in place and replay without a host sync; return the results."""
     for tensor, value in zip(static, fresh, strict=True):
         if tensor is not None:
             tensor.copy_(value)

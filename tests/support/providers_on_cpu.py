@@ -1,4 +1,4 @@
-"""Stand-ins for the libraries behind ``impl=``, on CPU: fixtures, and what their tests share."""
+"""Fakes of the libraries of ``impl=`` on a CPU: fixtures, and helpers of their tests."""
 
 import sys
 from functools import partial
@@ -50,25 +50,25 @@ def message(error: type[Exception], name: str, case, **settings) -> str:
 
 @pytest.fixture
 def scalar_loops():
-    """Vectors are not the point, and take the C++ compiler as long again."""
+    """Turn SIMD off, which would double the C++ compiler's time and is not tested here."""
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
         yield
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Executions may run on CPU, for their logic."""
+    """Let adapters of libraries run on a CPU, to test their logic."""
     monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
     torch._dynamo.reset()
     UNUSABLE.cache_clear()
-    with torch._inductor.config.patch(force_disable_caches=True):  # of patched tables and choices
+    with torch._inductor.config.patch(force_disable_caches=True):  # tables are patched
         yield
     UNUSABLE.cache_clear()
 
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """What takes no library runs the reference."""
+    """Run the reference for calls that no library takes."""
     monkeypatch.setattr(choice, "ours", lambda spec: REFERENCE)
 
 
@@ -116,7 +116,7 @@ flash_mla_interface = types.SimpleNamespace(flash_mla_cuda=cuda)
 
 @pytest.fixture
 def flash_mla_module(on_cpu, monkeypatch, tmp_path):
-    """DeepSeek's own module, whose functions are no ops."""
+    """Fake DeepSeek's own module, whose functions are not ops."""
     (tmp_path / "flash_mla.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("DSV4_OPS_FLASH_MLA", raising=False)
@@ -145,7 +145,7 @@ def deep_gemm(on_cpu, monkeypatch):
 
 
 def faster_from(op: str, library: str, tokens: int):
-    """In place of ``choice.is_faster``: a library that is from so many tokens on."""
+    """Return a stand-in for ``choice.is_faster``: the library is faster from ``tokens`` on."""
 
     def is_faster(name, other, values):
         return (name, other) == (op, library) and values["q"].shape[0] >= tokens

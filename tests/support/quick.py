@@ -1,5 +1,5 @@
-"""When imported in a process of pytest-xdist, or in one that a test starts there: compiles take
-less and give the same results."""
+"""When imported in a process of pytest-xdist, or in a process that a test starts there: make
+compilations faster, with the same results."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ _flags: Any = cpp_builder._get_optimization_cflags
 
 @contextlib.contextmanager
 def flags_of_users() -> Iterator[None]:
-    """Have g++ make loops as for users, with -O3; cached code of other flags is not taken."""
+    """Let g++ compile loops with -O3, as for users; code with other flags is not reused."""
     ours = cpp_builder._get_optimization_cflags
     cpp_builder._get_optimization_cflags = _flags
     try:
@@ -28,16 +28,16 @@ def _quicker(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    config.cpp.threads = 2  # generated loops stay parallel, as they are without workers
-    # the flags of most packages are their own: headers that are precompiled serve none but them
+    config.cpp.threads = 2  # generated loops stay parallel, as without workers
+    # most packages have flags of their own, so no other package could use precompiled headers
     config.aot_inductor.precompile_headers = False
 
-    # Loops have one form, not several with vectors: half of Inductor's and the compiler's work.
-    # Tests of vectors have the fixture; test_contract.py has every kind of loop with them.
+    # Without SIMD each loop has one form, which halves the work of Inductor and the compiler.
+    # Tests of SIMD use the fixture ``vectors``, as test_contract.py does for each kind of loop.
     if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
         config.cpp.simdlen = 1
 
-    # Of long functions g++ makes the same results with -O1, in a fraction of the time;
-    # `make smoke` has six ops with -O3. All processes have the same flags: headers are
-    # precompiled for each set of them.
+    # For long functions, g++ takes a fraction of the time with -O1, and results are the same;
+    # `make smoke` tests six ops with -O3. All processes use the same flags, because headers are
+    # precompiled for each set of flags.
     cpp_builder._get_optimization_cflags = _quicker

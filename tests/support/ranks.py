@@ -1,4 +1,4 @@
-"""Runs a function in several processes with a process group, as torchrun would."""
+"""Run a function in several processes with a process group, as torchrun would."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def run_ranks(
     together: bool = True,
     backend: str = "gloo",
 ) -> list[Any]:
-    """What ``function(rank, *args)`` returns on every rank; raises with the tracebacks of
-    those that fail.
+    """Return the results of ``function(rank, *args)`` on all ranks, or raise with the tracebacks of
+    failed ranks.
 
     Args:
         world: Number of processes.
-        function: Function of a module, so that the processes find it.
-        folder: Empty folder of the test, where they meet.
+        function: A function at module level, so that the processes can import it.
+        folder: An empty folder of the test, for files that the ranks share.
         seconds: Timeout of a collective.
-        together: Whether ranks leave together; if not, who returns is gone.
-        backend: Of the group; "nccl" gives each process a GPU.
+        together: Whether ranks exit together; if not, a rank exits when its function returns.
+        backend: Backend of the group; "nccl" gives each process a GPU.
     """
     given = (world, function, str(folder), args, seconds, together, backend)
-    # importing torch and the models takes longer than most ranks run: they are forked from a
-    # process that did it once, which never touches a GPU
+    # imports of torch and the models take longer than most ranks run, so ranks are forked from a
+    # process that has imported them once and never touches a GPU
     multiprocessing.set_forkserver_preload(IMPORTED)
     method = "forkserver" if backend == "gloo" else "spawn"
     multiprocessing.start_processes(_run, given, nprocs=world, join=True, start_method=method)
     results = [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
-    if method == "forkserver":  # else they are children, whom the system counts
+    if method == "forkserver":  # else the system counts the ranks as children
         for _, _, taken in results:
             for pid, seconds in taken.items():
                 cpu_seconds.add(pid, seconds)
@@ -68,7 +68,7 @@ def run_ranks(
 
 
 def start_forked(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
-    """As ``torch.multiprocessing.spawn``, forked from the process that ``run_ranks`` takes."""
+    """Like ``torch.multiprocessing.spawn``, but fork from the same process as ``run_ranks``."""
     pid = forkserver._forkserver._forkserver_pid
     before = cpu_seconds.of_process(pid, children=True) if pid else 0.0
     multiprocessing.set_forkserver_preload(IMPORTED)
@@ -80,27 +80,27 @@ def start_forked(function: Callable[..., None], args: tuple[Any, ...], nprocs: i
 
 
 def gpu_ranks() -> int:
-    """Ranks of a test on GPUs: one each on 4 GPUs, or on 2."""
+    """Return the number of ranks of a test on GPUs: 4 if there are 4 GPUs, else 2."""
     return 4 if torch.cuda.device_count() >= 4 else 2
 
 
 def free_collectives() -> None:
-    """Let gloo's threads free the tensors of eager collectives, before a package runs: torch keeps
-    Python's lock while one runs (pytorch/pytorch#197516), and for that they need it."""
+    """Let gloo's threads free the tensors of eager collectives before a package runs: they need
+    Python's lock, which torch holds while a package runs (pytorch/pytorch#197516)."""
     dist.barrier()
     time.sleep(0.2)
 
 
 def of_ranks(package: Callable[..., Any]) -> Callable[..., Any]:
-    """``package`` as docs/limits.md says to run one on CPUs. Without inference mode its collectives
-    go through torch's autograd formulas, which are Python: gloo's threads would need the lock for
-    their tensors, too."""
+    """Wrap ``package`` in inference mode, as docs/limits.md says for CPUs. Otherwise its
+    collectives run torch's autograd formulas, which are Python code: gloo's threads would need
+    Python's lock for the tensors of these collectives, too."""
     run: Callable[..., Any] = torch.inference_mode()(package)
     return run
 
 
 def left_alone(rank: int, call: Callable[[], Any]) -> float | str:
-    """Rank 1 leaves behind a call of both; rank 0 says how long its next one took to raise."""
+    """Let rank 1 exit after a call of both ranks; rank 0 returns how long its next call waits."""
     call()
     torch.cuda.synchronize()
     dist.barrier()
@@ -116,7 +116,7 @@ def left_alone(rank: int, call: Callable[[], Any]) -> float | str:
 
 
 def check_left_alone(function: Callable[..., Any], folder: Path) -> None:
-    """``function(rank, 2)``, which ends in ``left_alone``, raises soon after the timeout."""
+    """Check that ``function(rank, 2)``, which ends in ``left_alone``, raises after the timeout."""
     seconds, left = run_ranks(2, function, folder, 2, backend="nccl", seconds=5, together=False)
     assert left == "left"
     assert 4 < seconds < 20
@@ -151,10 +151,10 @@ def _run(
     try:
         found = function(rank, *args)
         if together:
-            dist.barrier()  # who leaves earlier takes its sockets along
+            dist.barrier()  # a rank that exits earlier would close its sockets
     except Exception:
         error = traceback.format_exc()
     taken = {pid: cpu_seconds.of_process(pid) for pid in (os.getpid(), os.getppid())}
     torch.save((found, error, taken), _result(folder, rank))
-    # without a destroy that waits for ranks that died
+    # exit without destroy_process_group, which would wait for dead ranks
     os._exit(0)

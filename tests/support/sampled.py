@@ -1,4 +1,4 @@
-"""Sampled calls of ops, the same in each run."""
+"""Sampled calls of ops; each run samples the same calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from tests.helpers import NIGHTLY
 
 
 def sampled(max_examples: int, by_day: int | None = None) -> settings:
-    """``make test`` draws ``by_day`` of them, a quarter by default."""
+    """Return hypothesis settings; ``make test`` samples ``by_day`` calls, by default a quarter."""
     return settings(
         max_examples=max_examples if NIGHTLY else by_day or max_examples // 4,
         deadline=None,
@@ -21,7 +21,7 @@ def sampled(max_examples: int, by_day: int | None = None) -> settings:
 
 
 def for_each_call(name: str, check: Callable[[Any], None], chosen: Callable[[Any], Any]) -> None:
-    """Check sampled calls of an op, with settings that decorate a test, and its named cases."""
+    """Check sampled calls of an op (``chosen`` decorates the test with settings) and its cases."""
 
     @chosen
     @given(testing.strategy(name))

@@ -1,4 +1,4 @@
-"""The rows that an indexer selects, as tests compare them between one process and several ranks."""
+"""The rows that an indexer selects, for comparisons between one process and several ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ dsa_layer = import_module("dsv4_ops.attention.dsa_layer")  # the package has the
 
 
 class SelectedRows(ExitStack):
-    """Notes what the last layer with an indexer selected, in one process or over ranks.
+    """Records the selection of the last layer with an indexer, in one process or over ranks.
 
-    In a buffer, so that a compiled step notes it too, without a guard.
+    The record is a buffer, so that a compiled step writes it too, without a guard.
     """
 
     def __init__(self, topk: int) -> None:
@@ -50,5 +50,5 @@ class SelectedRows(ExitStack):
         return self
 
     def take(self, num_tokens: int) -> Tensor:
-        """Rows of the first tokens, in order."""
+        """Return the selected rows of the first tokens, in order."""
         return self.buffer[:num_tokens].sort(-1).values.clone()

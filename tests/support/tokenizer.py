@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with a chat template, for small models on disk."""
+"""A byte tokenizer with a chat template, for small models on disk."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""When imported: Inductor believes the flags of the processor.
+"""When imported, make Inductor trust the processor's flags.
 
-It else compiles a program for each set of vector instructions in each process and loads it in
-another, BF16's and VNNI's too, which TORCHINDUCTOR_VEC_ISA_OK leaves out. Kernels made with what a
-compiler lacks fail just as loudly.
+Otherwise each process compiles a program for each set of vector instructions and loads it in
+another process. TORCHINDUCTOR_VEC_ISA_OK does not cover the sets BF16 and VNNI. If a compiler lacks
+a set, kernels fail clearly without this test.
 """
 
 from typing import Any

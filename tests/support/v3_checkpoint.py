@@ -1,5 +1,5 @@
-"""DeepSeek-V3's released format, of V3's, V3.2's, V2's or GLM-5's model: FP8 codes (e4m3) and a
-float32 scale for each 128 x 128 of them, blocks at the ends less."""
+"""Write models of V3, V3.2, V2 or GLM-5 in DeepSeek-V3's released format: FP8 codes (e4m3) with a
+float32 scale per block of 128 x 128 or, at the ends, of fewer."""
 
 import json
 import math
@@ -27,17 +27,17 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 256,
     "moe_intermediate_size": 128,
 }
-"""Those of V3 where a block ends within a layer: ``kv_a_proj_with_mqa`` has 576 rows."""
+"""Sizes at which, as in V3, a layer ends within a block: ``kv_a_proj_with_mqa`` has 576 rows."""
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
-"""Every token has all of them: a near tie of the router would hide what a weight costs."""
+"""Every token has all experts, because a router's near tie would hide errors of weights."""
 AROUND = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
-"""Of a draft layer, besides a layer of the model."""
+"""Modules of a draft layer that other layers do not have."""
 QUANTIZED = tuple(f"{name}.weight" for name in ("proj", "with_mqa", "wq_b", "wk"))
 
 
 def random_model(version: int | str = 3, **changed: Any) -> Any:
-    """Hugging Face's model of these sizes, in bf16; version 32 is V3.2, and "GLM-5" is GLM-5, whose
-    second layer has no indexer."""
+    """Return Hugging Face's model of these sizes in bf16. Version 32 is V3.2; "GLM-5" has no
+    indexer in its second layer."""
     sizes, prefix = {**SIZES, **EXPERTS, **changed}, f"DeepseekV{version}"
     if version == 32:
         config = small_dsa_config(**{"index_topk": 200, **sizes})
@@ -55,7 +55,7 @@ def random_model(version: int | str = 3, **changed: Any) -> Any:
 
 
 def dense_model(path: Path, state: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    """Hugging Face's model of a folder with the values of the codes."""
+    """Load a folder as Hugging Face's model with dequantised weights."""
     config = transformers.AutoConfig.from_pretrained(path)
     del config.quantization_config
     config.dtype = dtype
@@ -65,7 +65,7 @@ def dense_model(path: Path, state: dict[str, Tensor], dtype: torch.dtype) -> Any
 
 
 def quantized(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales, and the values that both stand for, in float32."""
+    """Return codes, scales, and the float32 values that they represent."""
     rows, columns = weight.shape
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scales = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
@@ -84,9 +84,9 @@ def quantized(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tenso
 def write(
     path: Path, model: Any, *, shards: int = 1, scale_fmt: str | None = None
 ) -> dict[str, Tensor]:
-    """Write a model's weights; return its state with the values of the codes.
+    """Write a model's weights; return its state with dequantised values.
 
-    Scales are powers of two with ``scale_fmt`` "ue8m0", as V3.1's are."""
+    With ``scale_fmt`` "ue8m0", scales are powers of two, as in V3.1."""
     power_of_two = scale_fmt == "ue8m0"
     files: dict[str, Tensor] = {}
     state = model.state_dict()
@@ -118,7 +118,7 @@ def write(
         "activation_scheme": "dynamic",
         **({} if scale_fmt is None else {"scale_fmt": scale_fmt}),
     }
-    if config["model_type"] == "glm_moe_dsa":  # a name of its own for the indexer's head weights
+    if config["model_type"] == "glm_moe_dsa":  # has another name for the indexer's head weights
         plain = ("input_layernorm", "self_attn.indexers_proj", "mlp.gate")
         layers = range(config["num_hidden_layers"])
         named = [f"model.layers.{layer}.{name}" for layer in layers for name in plain]
@@ -144,8 +144,8 @@ def save(path: Path, files: dict[str, Tensor], shards: int = 1) -> None:
 
 
 def add_draft(path: Path, layers: int) -> Path:
-    """Make the last layer of written files the draft layer: a projection and norms around it, and
-    one layer less in the config."""
+    """Make the last layer of written files the draft layer: add a projection and norms, and remove
+    a layer from the config."""
     config = json.loads((path / "config.json").read_text())
     files, width = load_file(path / "model.safetensors"), config["hidden_size"]
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}

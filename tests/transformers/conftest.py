@@ -1,4 +1,4 @@
-"""What tests of several files watch."""
+"""Fixtures for several files of tests of models."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from dsv4_ops.integrations import transformers as v4
 
 @pytest.fixture
 def caches(monkeypatch):
-    """All caches that are made."""
+    """Return a list, to which every new cache is appended."""
     made, before = [], v4.PagedCache.__init__
 
     def init(self, *args, **sizes):

@@ -1,7 +1,7 @@
-"""Wrong calls of every public function and their errors; ``test_errors.py`` makes the calls.
+"""Wrong calls of every public function, and their errors; ``test_errors.py`` makes the calls.
 
-``TABLE`` is what differs from function to function, from the files beside this one;
-``generated`` adds what all arguments of a kind have in common.
+``TABLE`` has the rows of single functions, from the other files of this folder; ``generated`` adds
+rows that all arguments of a kind share.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from tests.ops.error_rows.valid import MINIMUM, ORDER, SUMS, valid_tensor, valid
 
 
 class Row(NamedTuple):
-    """One wrong call: what to change in a valid one, and the error that it gives."""
+    """One wrong call: the changes of a valid call, and the expected error."""
 
     op: str
     spoiled: dict[str, Any]
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 COLLECTIVES = ("cp_combine", "cp_gather_heads", "cp_gather_rows")
-"""Functions that need a process group; ``test_collectives.py`` has their errors."""
+"""Functions that need a process group; ``test_collectives.py`` tests their errors."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: function
     for name, function in ((name, getattr(ops, name)) for name in ops.__all__)
@@ -49,7 +49,7 @@ for stem in pkgutil.iter_modules(error_rows.__path__, f"{error_rows.__name__}.")
 
 
 def valid_arguments(op: str) -> dict[str, Any]:
-    """Arguments that the function takes, to spoil some of."""
+    """Return valid arguments of the function."""
     if op == "AttentionSpec":
         return {}
     parameters = inspect.signature(FUNCTIONS[op]).parameters.values()
@@ -63,7 +63,7 @@ def rows() -> Iterator[Row]:
 
 
 def generated(op: str) -> Iterator[says.Entry]:
-    """Every tensor and every int of a function, spoiled in every way that its kind can be."""
+    """Yield wrong values for each tensor and int of a function, as their kinds allow."""
     parameters = inspect.signature(CALLABLES[op]).parameters.values()
     kinds = {each.name: each.annotation for each in parameters}
     order = ORDER.get(op) or [name for name in kinds if kinds[name] in TENSOR_KINDS]
@@ -98,7 +98,7 @@ def tensor_rows(op: str, name: str, first: str, *, optional: bool) -> Iterator[s
 
 
 def size_rows(op: str, order: Iterable[str]) -> Iterator[says.Entry]:
-    """Tensors with one entry more or less than those before them say, or than there may be."""
+    """Yield tensors with one entry more or less than earlier tensors, or limits, demand."""
     owners = dict(SUMS.get(op, {}))
     for name in order:
         value, shape = valid_tensor(op, name)[:2]
@@ -129,7 +129,7 @@ def int_rows(name: str, *lowest: int, optional: bool) -> Iterator[says.Entry]:
 
 
 def impl_rows(op: str) -> Iterator[says.Entry]:
-    """Executions that there are not, or not on CPU."""
+    """Yield values of ``impl`` that do not exist, or cannot run on a CPU."""
     impls = [repr(impl) for impl in ("auto", *OPS[op].providers)]
     allowed = ", ".join(impls[:-1]) + f" or {impls[-1]}"
     yield says.of_type("impl", "be a str", None, f"Pass {allowed}")

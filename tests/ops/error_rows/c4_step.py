@@ -1,4 +1,4 @@
-"""Rows of ``insert_c4_step``: those of the ops that it is made of, and a valid call of it."""
+"""Rows of ``insert_c4_step``: the rows of the ops that it contains, and a valid call."""
 
 import torch
 
@@ -62,7 +62,7 @@ TABLE: dict[str, list[Entry]] = {
         *(
             row
             for row in cache_rows(IndexerLayout, MainLayout, *INDEXER)
-            if "block_size" not in row.spoiled  # the other cache is looked at first
+            if "block_size" not in row.spoiled  # the op checks the other cache first
         ),
         *states_rows(4, 2048, "state_block_size"),
         *states_rows(4, 512, "state_block_size", "indexer_"),

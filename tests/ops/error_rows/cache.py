@@ -1,4 +1,4 @@
-"""Rows of the ops of paged caches, which other stems share, and the errors of what makes caches."""
+"""Rows of the ops of paged caches, which other stems share, and of functions that make caches."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,7 +35,7 @@ def made_by(layout: Layout) -> str:
 def no_pages(
     name: str, layout: Layout, shape: str, value: Tensor, size_name: str, /, **spoiled: Any
 ) -> says.Entry:
-    """A cache of another layout or block size."""
+    """Return a row for a cache of another layout or block size."""
     must = f"have shape {shape} for layout {layout.tag!r} with {size_name} = {layout.block_size}"
     return says.of_shape(name, must, value, f"{made_by(layout)}, or correct {size_name}", **spoiled)
 
@@ -52,7 +52,7 @@ def shifted_pages(name: str, layout: Layout, value: Tensor) -> says.Entry:
 
 
 def bytes_from(offset: int, page_stride: int, byte_stride: int, layout: Layout) -> Tensor:
-    """4 blocks somewhere in memory."""
+    """Return 4 blocks with this offset and these strides."""
     shape, stride = layout.shape(4), (page_stride, byte_stride)
     last = 3 * page_stride + (layout.page_bytes - 1) * byte_stride
     return torch.zeros(offset + last + 1, dtype=torch.uint8).as_strided(shape, stride, offset)
@@ -66,11 +66,11 @@ def cache_rows(
     size_name: str = "block_size",
     size: int = 64,
 ) -> Iterator[says.Entry]:
-    """Caches that are not of the layout: what libraries would misread without complaint."""
+    """Yield caches that violate the layout, which libraries would misread silently."""
     layout, wider = kind(size), kind(size + 8)
     page = layout.page_bytes
     for value in (
-        torch.zeros(4, 64 * 528, dtype=torch.uint8),  # blocks of V4.1
+        torch.zeros(4, 64 * 528, dtype=torch.uint8),  # V4.1's block size
         wider.allocate(4),
         other(size).allocate(4),
         torch.zeros(4, page - 1, dtype=torch.uint8),  # a dense block without its padding
@@ -92,7 +92,7 @@ def layout_rows(*allowed: str) -> Iterator[says.Entry]:
 
 
 def inside_rows(name: str, width: int) -> Iterator[says.Entry]:
-    """Plain caches to write to, rows of which share memory."""
+    """Yield plain caches whose rows share memory, as arguments to write to."""
     memory = torch.zeros(4 * 64 * width, dtype=torch.bfloat16)
     must = "have no row inside another, as it is written to"
     for stride in (
@@ -114,7 +114,7 @@ def other_size(name: str, width: int, size_name: str, size: int, value: Tensor) 
 
 
 def row_rows(name: str, values: Tensor) -> Iterator[says.Entry]:
-    """Blocks without rows, and rows with gaps; ``values`` have gaps."""
+    """Yield blocks without rows, and rows with gaps; ``values`` have gaps."""
     none, strides = values[:, :0], list(values.stride())
     yield says.of_shape(name, "have pages of at least 1 row", none, ALLOCATE_PLAIN)
     yield says.wrong(
@@ -125,7 +125,7 @@ def row_rows(name: str, values: Tensor) -> Iterator[says.Entry]:
 def plain_rows(
     name: str, width: int, shape: str, size_name: str, size: int, kind: torch.dtype = torch.bfloat16
 ) -> Iterator[says.Entry]:
-    """Caches that are not plain ones; the calls need the tag."""
+    """Yield caches that are not plain; the calls need the layout's tag."""
     for value in (MAIN.value, torch.zeros(4, size, width, dtype=torch.float16)):
         yield says.dtype(name, PLAIN_DTYPES, value, ALLOCATE_PLAIN, "plain")
     yield says.no_tensor(name, 3, ALLOCATE_PLAIN)
@@ -147,7 +147,7 @@ def row_count_rows(width: int) -> Iterator[says.Entry]:
 
 
 def insert_plain_rows() -> Iterator[says.Entry]:
-    """``insert_k_cache``: a cache without quantisation."""
+    """Yield rows of ``insert_k_cache``, whose cache is not quantised."""
     floats = PlainLayout(64, dtype=torch.float32).allocate(4)
     yield says.dtype("k", "torch.float32", torch.bfloat16, k_cache=floats)
     for value in (MAIN.value, torch.zeros(4, 64, 512, dtype=torch.float16)):
@@ -222,7 +222,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 DTYPES = "torch.bfloat16, torch.float16 or torch.float32"
 PAD, LAYER = "Pad kv_lora_rank or qk_rope_head_dim", "Construct it with more layers"
 A_LAYOUT = "Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)"
-# of what makes caches
+# rows of functions that make caches
 MAKER_ROWS = [
     *(("MainLayout", says.no_int("block_size", size)) for size in (True, 2.5, None)),
     *((name, says.at_least("block_size", 1, n)) for name in [*MAKERS][:-1] for n in (0, -64)),

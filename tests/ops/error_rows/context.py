@@ -10,7 +10,7 @@ from tests.ops.error_rows.valid import COUNTS, MINIMUM, NUMBERS, OWN, Valid
 FLOATS = "torch.bfloat16 or torch.float16 or torch.float32"
 OUT = Valid(bf16(5, 4, 8), "[num_tokens, num_heads, width]", FLOATS)
 LSE = Valid(torch.ones(5, 4), "[num_tokens, num_heads]")
-# of a tensor whose dtype is that of another one, before it
+# allowed dtypes of a tensor that must have the dtype of an earlier tensor
 FOLLOWS = "torch.bfloat16"
 
 OWN |= {
@@ -68,7 +68,7 @@ def equal_row(num_reqs: int) -> says.Entry:
 
 
 def host_rows(name: str) -> list[says.Entry]:
-    """Lengths on the host that are none."""
+    """Return rows for invalid lengths on the host."""
     none, convert = "Give padding requests length 0", "Convert the lengths with int()"
     return [
         says.wrong(name, "be non-negative", "-1 at index 1", none, **{name: [3, -1]}),

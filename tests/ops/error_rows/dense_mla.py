@@ -104,7 +104,7 @@ TILED = {"layout": "mla_ds_fp8"}
 
 
 def far_apart(page: int, row: int, byte: int, offset: int = 0) -> Tensor:
-    """4 blocks of 64 rows of 32 bytes somewhere in memory."""
+    """Return 4 blocks of 64 rows of 32 bytes, with these strides and this offset."""
     last = 3 * page + 63 * row + 31 * byte
     room = torch.zeros(offset + last + 1, dtype=torch.uint8)
     return room.as_strided((4, 64, 32), (page, row, byte), offset)

@@ -6,7 +6,7 @@ from tests.helpers import i64
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, OWN, Valid
 from tests.ops.error_rows.wording import Entry, no_entry, no_float, of_shape, wrong
 
-# two requests of one draft, of four tokens
+# two requests with one draft each, and a vocabulary of four tokens
 OWN |= {
     "verify_draft": {
         "logits": Valid(torch.zeros(2, 2, 4), "[num_reqs, num_drafts + 1, vocab_size]",

@@ -20,7 +20,7 @@ def powers(*shape: int) -> torch.Tensor:
     return torch.full(shape, 127, dtype=torch.uint8)
 
 
-# three experts of 128 values for 256
+# three experts of intermediate size 128 and hidden size 256
 OWN |= {
     "route": {"hidden": Valid(bf16(5, 8), "[num_tokens, hidden_size]"),
      "weight": Valid(bf16(3, 8), "[num_experts, hidden_size]"),

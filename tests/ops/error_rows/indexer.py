@@ -52,7 +52,7 @@ BYTES = says.dtype("q", E4M3, Q.view(torch.uint8), f"Read its bytes with .view({
 
 
 def plain(kind: torch.dtype = torch.float32, **changed: Any) -> dict[str, Any]:
-    """A call over a plain cache with something changed."""
+    """Return a call over a plain cache with these changes."""
     cache = PlainLayout(64, 128, kind).allocate(4)
     return {"layout": "plain", "q": Q.to(kind), "k_cache": cache, **changed}
 
@@ -80,7 +80,7 @@ def plain_cache_rows() -> Iterator[says.Entry]:
 
 
 def in_rows(name: str) -> Iterator[says.Entry]:
-    """Errors of an argument that may be [num_reqs, next_n] too."""
+    """Yield errors of an argument that may also have shape [num_reqs, next_n]."""
     value, table = IN_ROWS[name].value, i32([[7, 3], [2, 5], [1, 4]])
     six = torch.cat((value, value[:1])).view(3, 2)
     for other in (value[None, None], value[0]):

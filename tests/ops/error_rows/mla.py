@@ -53,7 +53,7 @@ OWN |= {
     },
 }  # fmt: skip
 NUMBERS |= {
-    "batch_invariant": False,  # a plan allows nothing else, nor splits
+    "batch_invariant": False,  # with a plan, this must be False, and there are no splits
     "extra_block_size": SIZES["extra"],
     "num_splits": 0,
     "softmax_scale": 512**-0.5,
@@ -64,7 +64,7 @@ EXTRA = ("extra_cache", "extra_indices", "extra_lens")
 
 
 def plain(**changed: Any) -> dict[str, Any]:
-    """A call over plain caches with something changed."""
+    """Return a call over plain caches with these changes."""
     caches = {f"{source}_cache": PlainLayout(size).allocate(4) for source, size in SIZES.items()}
     return {"layout": "plain", **caches, **changed}
 
@@ -90,7 +90,7 @@ def query_rows() -> Iterator[says.Entry]:
 
 
 def missing_rows() -> Iterator[says.Entry]:
-    """Some of the three arguments of the extra cache, or none, but its block size."""
+    """Yield calls with some arguments of the extra cache, or with its block size only."""
     for chosen in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
         missing = [name for place, name in enumerate(EXTRA) if place not in chosen]
         yield says.alone(EXTRA[chosen[0]], missing[0], *missing)
@@ -100,7 +100,7 @@ def missing_rows() -> Iterator[says.Entry]:
 
 
 def plan_rows() -> Iterator[says.Entry]:
-    """Plans that cannot cover the batch, and what a plan leaves nothing to decide for."""
+    """Yield plans that cannot cover the batch, and settings that conflict with a plan."""
     for rows in (0, 4):
         yield says.rows_for_tokens("plan", 5, "q", rows, plan=PLAN[:rows])
     for value in (1, 7):
@@ -110,7 +110,7 @@ def plan_rows() -> Iterator[says.Entry]:
 
 
 def flash_mla_plan_rows() -> Iterator[says.Entry]:
-    """What is no plan of FlashMLA's, for no such call, or beside another one."""
+    """Yield invalid plans of FlashMLA, plans for other calls, and two plans in one call."""
     name, metadata = "flash_mla_plan", torch.zeros(9, 8, dtype=torch.int32)
 
     def only(plan: object, **settings: object) -> dict[str, Any]:

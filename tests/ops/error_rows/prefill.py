@@ -1,4 +1,4 @@
-"""Rows of sparse MLA's prefill and plan, and valid calls of both."""
+"""Rows of sparse MLA's prefill op and plan op, and valid calls of these ops."""
 
 from collections.abc import Iterator
 
@@ -21,14 +21,14 @@ MANY = i32([0] * 16384)
 
 
 def missing_rows() -> Iterator[Entry]:
-    """A cache without its table and the reverse; a selection of the rows of no cache."""
+    """Yield a cache without its table, a table without its cache, a selection without a cache."""
     for given, partner in (((0,), 1), ((0, 2), 1), ((1,), 0), ((1, 2), 0), ((2,), 0)):
         nothing = [name for place, name in enumerate(EXTRA) if place not in given]
         yield alone(EXTRA[given[0]], EXTRA[partner], *nothing)
 
 
 def unused_number_rows() -> Iterator[Entry]:
-    """Numbers about a cache that is not there."""
+    """Yield numbers about a cache that is not passed."""
     nothing = dict.fromkeys(EXTRA)
     for name in ("extra_block_size", "compress_ratio"):
         yield at_least(name, 1, 0, **nothing, **{name: 0})

@@ -1,4 +1,4 @@
-"""Rows of rotation, norm and packing, and valid calls of their ops."""
+"""Rows of the ops for rotation, norm and packing, and valid calls of these ops."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A valid call of every public function, for ``all_rows.py`` to spoil."""
+"""A valid call of every public function, which ``all_rows.py`` makes invalid."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +9,8 @@ from tests.helpers import i32, i64
 
 
 class Valid(NamedTuple):
-    """What a function takes, most often a tensor; what its errors call its shape and dtype, and
-    what they advise."""
+    """A valid argument, in most cases a tensor; the words of its errors for shape and dtypes, and
+    the advice in its errors."""
 
     value: Any
     shape: str
@@ -21,7 +21,7 @@ class Valid(NamedTuple):
 
 
 TOPK = i32([[0, -1]] * 5)
-# Without another word these hold in every function.
+# valid tensors in all functions, unless OWN has others
 TENSORS = {
     "query_start_loc": Valid(i32([0, 2, 4, 5]), "[num_reqs + 1]"),
     "cu_seq_lens": Valid(i32([0, 2, 4, 5]), "[num_reqs + 1]"),
@@ -62,7 +62,7 @@ QUANTIZE_INDEXER = ("quantize_and_insert_indexer_k",)
 INSERT_PLAIN = ("insert_k_cache",)
 INSERTS = (*QUANTIZE_K, *QUANTIZE_INDEXER, *INSERT_PLAIN)
 
-# op -> tensors that mean something else than in other ops
+# op -> tensors with another meaning than in other ops
 OWN: dict[str, dict[str, Valid]] = {
     **{op: {"k": keys(512, "[num_rows, 512]"), "k_cache": MAIN} for op in QUANTIZE_K},
     **{op: {"k": keys(128, "[num_rows, 128]"), "k_cache": INDEXER} for op in QUANTIZE_INDEXER},
@@ -81,15 +81,15 @@ NUMBERS = {
     **{"window_size": 8, "workspace_rows": 20},
     **{"decode_compressed_indices_are_local": False, "require_uniform": False},
 }
-# 1 for all others
+# minimum of a number; 1 for all other numbers
 MINIMUM = {"compressed_block_span": 32, "max_logits_bytes": 4, "swa_block_span": 64}
 MINIMUM |= dict.fromkeys(("max_seq_len", "num_reqs", "num_rows", "num_tokens", "offset"), 0)
 MINIMUM |= dict.fromkeys(("request_offset", "swa_offset", "topk"), 0)
 # ops that do not check their tensors in the order of their parameters
 ORDER: dict[str, tuple[str, ...]] = dict.fromkeys(INSERTS, ("slot_mapping", "k_cache", "k"))
-# op -> sizes that are known before any tensor with them is checked, and from where
+# op -> sizes that follow from other arguments, before a tensor with this size is checked
 SUMS = {"mixed_sparse_indices": {"num_tokens": "decode_swa_indices and prefill_topk_indices"}}
-# what a size that tensors share counts
+# the meaning of sizes that several tensors share
 COUNTS = {
     "num_reqs": "the requests of the batch, padding requests included",
     "num_tokens": "the tokens of the padded batch",

@@ -1,7 +1,7 @@
-"""The wording of every rule that several functions share, and a row for a call that breaks it.
+"""The wording of every rule that several functions share, and rows for calls that break a rule.
 
-A message is ``{argument} must {rule}, got {actual}. {what to do}.``; each rule's is spelled out
-here once, independently of ``core/checks.py``.
+A message is ``{argument} must {rule}, got {actual}. {what to do}.``; this file spells out the
+message of each rule once, independently of ``core/checks.py``.
 """
 
 import math
@@ -20,7 +20,7 @@ PAIRS = "Pass [cos | sin] of the rotated pairs"
 
 
 class Entry(NamedTuple):
-    """What to change in a valid call, and the error that it gives; the op comes before the text."""
+    """Changes of a valid call, and the expected error; the op's name comes before the text."""
 
     text: str
     spoiled: dict[str, Any]
@@ -36,7 +36,7 @@ def wrong(
     /,
     **spoiled: Any,
 ) -> Entry:
-    """Without ``spoiled``, the argument is what the message says."""
+    """Return an entry; without ``spoiled``, the argument has the value ``got``."""
     return Entry(f"{name} must {must}, got {got}. {do}.", spoiled or {name: got}, error)
 
 
@@ -122,7 +122,7 @@ def multiple(name: str, of: str, size: int, got: int, use: int, /, **spoiled: An
 
 
 def alone(name: str, partner: str, /, *without: str) -> Entry:
-    """``name`` without ``partner``, which is None, or without all of ``without``."""
+    """Return an entry for ``name`` without ``partner``, or without all of ``without``."""
     nothing: dict[str, Any] = dict.fromkeys(without or (partner,))
     return wrong(name, f"be None without {partner}", "a tensor", "Pass both or neither", **nothing)
 
@@ -147,7 +147,7 @@ def no_float(name: str, value: object) -> Entry:
 
 
 def float_rows(name: str, least: int, *, optional: bool = False) -> Iterator[Entry]:
-    """A float that is none, or not above ``least``."""
+    """Yield values that are not floats, or not above ``least``."""
     for value in (True, "1", None, torch.tensor(2.0)):
         if value is not None or not optional:
             yield no_float(name, value)
@@ -162,7 +162,7 @@ def word_rows(
     unknown: tuple[str, ...] = ("", "other"),
     no_str: tuple[object, ...] = (None, 1),
 ) -> Iterator[Entry]:
-    """A setting that is another word, or none."""
+    """Yield values of a setting that are not one of its words."""
     do = f"Pass the {name} that {belongs_to}"
     for word in unknown:
         yield wrong(name, f"be {' or '.join(map(repr, allowed))}", repr(word), do, **{name: word})
