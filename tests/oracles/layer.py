@@ -28,8 +28,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """Output [tokens, groups, width], and margins [tokens]: the worst selected row's score minus the
-    best other row's, relative to the spread of scores; inf if all rows are selected."""
+    """Output [tokens, groups, width], and margins [tokens]: the worst selected row's score minus
+    the best other row's, relative to the spread of scores; inf if all rows are selected."""
 
     out: Tensor
     margin: Tensor
