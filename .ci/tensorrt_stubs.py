@@ -4,9 +4,8 @@
 
 PyPI has torch-tensorrt and TensorRT's Python bindings, but not TensorRT's libraries. FOLDER gets
 the two wheels, at pinned versions and without dependencies, and libraries whose nine functions do
-nothing. It does not get torch-tensorrt's C++ code, which is linked to CUDA. After
-``tests/tensorrt/stubs.py`` imports FOLDER, graphs are traced, lowered and partitioned, but no
-engine is built.
+nothing, but no C++ code of torch-tensorrt, which is linked to CUDA. With FOLDER (see
+``tests/tensorrt/stubs.py``), graphs are traced, lowered and partitioned, but no engine is built.
 """
 
 import shutil

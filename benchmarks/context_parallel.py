@@ -87,7 +87,7 @@ class Row:
     tokens: int  # one per request
     context: int = 0  # rows that a token sees; 0 for a combine or a gather
     us: float | None = None  # median of replays of a CUDA graph; on a CPU, wall time
-    kernels: float | None = None  # per layer in a model's step
+    kernels: float | None = None  # kernels per layer in a model's step
     cache_gb: float | None = None  # caches of a model on a rank
     error: str | None = None
 

@@ -46,7 +46,7 @@ _BYTES_PER_MS = {"H200": 4.8e9, "H100": 3.35e9}
 _LONG = 131072
 """Longer contexts are measured last, in a cache of their own, whose tables are wider."""
 _RESERVED_GB = 1.6
-"""Memory for graphs and activations of decode steps, besides the cache."""
+"""Memory for graphs and activations of decode steps, in addition to the cache."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
 
 
@@ -69,7 +69,7 @@ class FlashRow:
     per_s_half: float | None = None
     per_s_most: float | None = None
     roofline_ms: float | None = None
-    kernels: float | None = None  # of the step, divided by the layers
+    kernels: float | None = None  # kernels of the step per layer
     collectives_pct: float | None = None  # share of the kernels' time, including waits
     weights_gb: float | None = None  # on this GPU (also the next two)
     cache_gb: float | None = None
@@ -77,7 +77,7 @@ class FlashRow:
     logits_error: float | None = None  # median over the tokens of a check
     worst_error: float | None = None
     same_keys: bool | None = None  # whether the first layer's window has the same bytes
-    note: str | None = None  # why a point was not run, or a summary of the soak
+    note: str | None = None  # the reason for which a point did not run, or a summary of the soak
     error: str | None = None
 
 
@@ -288,7 +288,7 @@ class FlashRanks(Ranks):
 class Weights:
     """Bytes of the weights that this rank reads."""
 
-    dense: int  # in every step: all weights but experts and the embedding
+    dense: int  # weights that every step reads: all but experts and the embedding
     experts: int  # routed experts
     chosen: float  # share of the experts that a token selects
 

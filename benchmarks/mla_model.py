@@ -37,7 +37,7 @@ class Row:
     context: int  # tokens before the step
     batch: int = 1
     stock_ms: float | None = None  # compiled for V3, eager for V3.2; None if out of memory
-    step_ms: float | None = None  # of the patched model, one CUDA graph for all contexts
+    step_ms: float | None = None  # time of the patched model, with one CUDA graph for all contexts
     graphs: int | None = None  # graphs compiled for all contexts
     chunk_rows: int | None = None  # rows of the workspace for an expanded chunk
     peak_gib: float | None = None  # peak memory of one layer

@@ -35,7 +35,7 @@ _PER_TOKEN: Dims = {0: _TOKENS}
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of call, which is exported once."""
+    """A form of a call; each form is exported once."""
 
     name: str
     case: Callable[[int], Case]  # makes the case for a number of tokens
@@ -94,7 +94,7 @@ class Packages:
         if form.name not in self._made:
             try:
                 self._made[form.name] = build(form, self._device)
-            # store the error, as a second build takes as long; frames would hold inputs
+            # store the error, as a second build would be as slow; its frames would hold inputs
             except Exception as error:
                 self._made[form.name] = error.with_traceback(None)
         made = self._made[form.name]

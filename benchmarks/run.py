@@ -86,7 +86,7 @@ def _recorded(arguments: Sequence[str]) -> list[str]:
 
 
 def _abbreviates(option: str, *names: str) -> bool:
-    """Whether argparse reads ``option`` as one of ``names``."""
+    """Return whether argparse reads ``option`` as an abbreviation of one of ``names``."""
     return len(option) > 2 and any(name.startswith(option) for name in names)
 
 

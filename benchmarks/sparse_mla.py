@@ -136,7 +136,7 @@ class Bench(OpBench):
     def load(self, folder: Path) -> Any:
         try:
             self.cache = vllm_metadata.load(folder, ("cache",)).cache
-        except Exception as error:  # only the whole prefill needs them, and reports the error
+        except Exception as error:  # only the whole prefill needs cache ops; it reports the error
             self.cache = error
         return flash_mla.load(folder)
 

@@ -50,7 +50,7 @@ class Layer:
 
         Args:
             starts: First token of every request in the step, and the number of tokens.
-            lens: Tokens of every request, including those of this step; 0 for a padding request.
+            lens: Length of every request after this step; 0 for a padding request.
             keys: The constant value of every token's key.
         """
         query_start_loc, seq_lens = int32(starts, self.device), int32(lens, self.device)

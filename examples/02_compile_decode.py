@@ -3,7 +3,7 @@
 Four prompts of different lengths share a step of fixed shape. A request takes three tokens per step
 until the end of its prompt, then one. The batch is ragged and changes, and lengths pass the window
 (128 tokens) and the compressors' boundaries, but torch.compile runs once. At the end, the tokens
-are compared with those of Hugging Face's model, unpatched and uncompiled.
+are compared with the tokens of Hugging Face's model, unpatched and uncompiled.
 
     python examples/02_compile_decode.py
 """

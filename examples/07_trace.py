@@ -2,7 +2,7 @@
 
 The first table splits eager steps by stage: hooks on the modules of the patched Hugging Face model
 assign every moment to the innermost running stage. A compiled step fuses kernels across stages, so
-the second table lists kernels by name. Open the trace of both at https://ui.perfetto.dev.
+the second table lists kernels by name. Open the trace at https://ui.perfetto.dev.
 
     python examples/07_trace.py --trace trace.json
 """
@@ -74,7 +74,7 @@ def main() -> int:
     activities += [ProfilerActivity.CUDA] if args.device == "cuda" else []
     print("compiling: a minute or two, unless Inductor's cache has it", flush=True)
     step = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
-    step(model, batch, cache.tensors)  # before the hooks, which would become part of the graph
+    step(model, batch, cache.tensors)  # hooks would become part of the graph
     steps, compiled = range(args.steps), timed(lambda: step(model, batch, cache.tensors), args)
     name_kernels()
     with profile(activities=activities) as profiler:

@@ -3,7 +3,7 @@
 One step prefills three prompts of different lengths. Then all requests decode; one request ends and
 gives its row to a new request, but torch.compile runs once. Decodes attend to latent rows with
 absorbed queries: no key or value of the context is expanded. At the end, the tokens are compared
-with those of Hugging Face's model, unpatched and uncompiled.
+with the tokens of Hugging Face's model, unpatched and uncompiled.
 
     python examples/08_deepseek_v3.py            # two minutes or three, most of them in Inductor
     python examples/08_deepseek_v3.py --eager    # without a compiler

@@ -2,7 +2,7 @@
 
 One step prefills two prompts, one shorter and one much longer than a selection. One graph of
 torch.compile then decodes both requests. Every layer caches a latent and an indexer key per token.
-The tokens are compared with those of Hugging Face's unpatched model, which expands the keys and
+The tokens are compared with Hugging Face's unpatched model, which expands the keys and
 values of the whole context and masks tokens that are not selected.
 
     python examples/12_deepseek_v32.py                    # minutes, most of them in Inductor
@@ -55,7 +55,7 @@ def main() -> int:
     lengths, rows = [len(tokens) for tokens in texts], [cache.add(request) for request in (0, 1)]
 
     def batch_of(counts: list[int]) -> hf.StepBatch:
-        """Return the last ``counts`` tokens of both requests."""
+        """Return the last ``counts`` tokens of the two requests."""
         tokens = [
             token for each, count in zip(texts, counts, strict=True) for token in each[-count:]
         ]

@@ -48,7 +48,7 @@ class Scheduler:
     """Plans steps for requests.
 
     Args:
-        cache: A cache whose rows share ``num_blocks`` blocks; one request may need all of them.
+        cache: A cache with ``num_blocks`` shared blocks, enough for the longest request.
         num_tokens: Number of tokens of a step, more than the cache has rows.
     """
 

@@ -18,7 +18,7 @@ REST = "metadata: slots, windows, pages"
 
 
 class Stages:
-    """Measures, with module hooks, the seconds of every stage without those of nested stages."""
+    """Measures the seconds of every stage with module hooks; nested stages do not count."""
 
     def __init__(self, model: Any) -> None:
         self.seconds: Counter[str] = Counter()

@@ -49,7 +49,7 @@ def decode_call(
     sets: Sequence[Args], scale: float, library: Any, *, planned: bool = True
 ) -> Callable[..., Any]:
     """Return a call that decodes an input set. The plan depends on shapes and lengths, which all
-    sets share. If ``planned``, it is made once here, else in every call."""
+    sets share. If ``planned``, the plan is made once here, else in every call."""
 
     def attend(args: Args, meta: Any) -> Any:
         q, swa, indices, lens, extra, extra_indices, extra_lens, sink = args

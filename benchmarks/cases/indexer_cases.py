@@ -123,6 +123,6 @@ def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
     seen = [0, 1, topk - 1, topk + 1, 2**28, -1] * (_EDGE_TOKENS // 6)
     lens = torch.tensor(seen, device=device)
     where.copy_(lens if group == "logits" else lens * ratio - 1)
-    requests[2], requests[9] = -1, _EDGE_TOKENS  # their tokens see rows
+    requests[2], requests[9] = -1, _EDGE_TOKENS  # tokens of absent requests that would see rows
     table[3, ::2], table[4, 1::3] = -1, 2**30
     return _work(group, [(q, weights, cache, where, requests, table)], (0, 0))

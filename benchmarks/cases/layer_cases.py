@@ -121,7 +121,7 @@ def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int
             index_width = spec.compressor_width(kind, IndexerLayout.head_dim)
             moved += 2 * 8 * index_width + before * 8 * IndexerLayout.head_dim
             moved += (rows + 1) * index_row + INDEX_HEADS * (2 * IndexerLayout.head_dim + 4)
-            flop += rows * INDEX_HEADS * IndexerLayout.head_dim  # 2 FLOP, halved for FP8
+            flop += rows * INDEX_HEADS * IndexerLayout.head_dim  # 2 FLOP per value, halved for FP8
     moved += keys * row
     flop += 4 * model.heads * keys * dim
     return requests * moved, requests * flop

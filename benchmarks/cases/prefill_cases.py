@@ -30,7 +30,7 @@ _TILE = 128
 
 
 def _keys(args: Args) -> int:
-    """Return how many keys a token has: those selected, or those of C128's block table."""
+    """Return the number of a token's keys: selected rows, or rows of C128's block table."""
     table, selected = args[6], args[7]
     return int(WINDOW + (table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]))
 
@@ -78,7 +78,7 @@ def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows:
 
 
 class _Rows(NamedTuple):
-    """Rows of a request, how many of them FlashMLA gets, and each token's rows (-1: none)."""
+    """Rows of a request, the number that FlashMLA gets, and each token's rows (-1: none)."""
 
     cache: Tensor
     table: Tensor

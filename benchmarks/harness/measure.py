@@ -65,9 +65,9 @@ class OpRow:
     moved_bytes: int | None = None  # minimum that any implementation reads and writes
     flop: int | None = None  # FLOP of the products
     input_sets: int = 1
-    compiled_us: float | None = None  # per call, in a function compiled with dynamic sizes
-    eager_us: float | None = None  # per call without a compiler, also in a CUDA graph
-    baseline_us: float | None = None  # the other implementation on the same inputs
+    compiled_us: float | None = None  # time per call, compiled with dynamic sizes
+    eager_us: float | None = None  # time per call in a CUDA graph, without a compiler
+    baseline_us: float | None = None  # time of the baseline on the same inputs
     roofline_us: float | None = None  # time of the bytes at a large copy's rate, or of the FLOP
     copy_us: float | None = None  # time of a copy of as many bytes
     bandwidth_gbs: float | None = None

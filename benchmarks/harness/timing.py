@@ -105,8 +105,8 @@ def event_us(call: Call, before: Call | None = None) -> float:
 def host_us(call: Call) -> Timing:
     """Return the Python time of a call, as in a server, which never waits for results.
 
-    A round is much shorter than the launch queue. The stream is empty before it, because some of
-    the baselines' copies wait for the stream, and this wait would count as the baseline's time.
+    A round is much shorter than the launch queue. The stream is empty before a round, because some
+    copies of the baselines wait for the stream, and this wait would count as the baseline's time.
     """
     samples: list[float] = []
     for _ in range(_ROUNDS + 1):  # the first round only fills the allocator's caches

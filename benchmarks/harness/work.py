@@ -42,7 +42,7 @@ class Work:
     flop: int = 0  # FLOP of a call's products
     reference: Callable[..., Any] | None = None  # gets copies of inputs; None: ``call`` on a CPU
     difference: Difference = same_bytes
-    details: Any = None  # more of the case, for its benchmark
+    details: Any = None  # other properties of the case, for its benchmark
 
     def results(self, call: Callable[..., Any], args: Args) -> list[Tensor]:
         """Return the outcome of ``call``: its results, or the arguments that it mutates."""

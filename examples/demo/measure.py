@@ -56,7 +56,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Results of a run: those of the prefill and of every step."""
+    """Results of the prefill and of every step of a run."""
 
     tokens: list[list[int]]
     """Greedy tokens of every request."""
@@ -76,7 +76,7 @@ class Graphs:
     limit: int
     """Number of recompiles that torch allows by default."""
     fails_at: int | None
-    """Number, from 1, of the decode step that raised at ``limit``; later steps had a higher one."""
+    """Number, from 1, of the decode step that raised at ``limit``, the default recompile limit."""
     seconds: float
     """CPU seconds, because other processes run at the same time."""
     tokens: list[list[int]]
@@ -151,7 +151,7 @@ def count_graphs(
 ) -> Graphs:
     """Compile the step of ``side`` with ``fullgraph=True``, and count graphs while it decodes.
 
-    It starts with torch's own recompile limit; once torch raises, it continues with ``limit``.
+    The run starts with torch's own recompile limit; if torch raises, it continues with ``limit``.
 
     Args:
         side: The side to compile.

@@ -1,4 +1,4 @@
-"""A small checkpoint on disk, as ``from_pretrained`` reads one."""
+"""Write a small checkpoint for ``from_pretrained``."""
 
 import torch
 

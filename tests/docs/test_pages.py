@@ -22,7 +22,7 @@ PAGES = sorted(page.name for page in DOCS.glob("*.md") if BLOCK.search(page.read
 GPU, LONG = "# needs a GPU\n", "# takes "
 """First lines of blocks that do not run here, or not in every run."""
 COMPILES = "torch.compile("
-"""What is in blocks that run without a compiler too."""
+"""Text in blocks that compile; another test runs them eagerly."""
 
 
 def run(code, folder):
@@ -43,7 +43,7 @@ def blocks(page):
 
 
 def check(code, folder):
-    """Every line that is printed stands behind the ``print`` of it."""
+    """Assert that the printed lines equal the comments after each ``print``."""
     if "transformers" in code:
         pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
     printed = re.findall(r"^print\(.*\)  # (.*)", code, re.M)
@@ -52,7 +52,7 @@ def check(code, folder):
 
 
 COMPILED = ["engines.md", "transformers.md"]
-"""What has code to compile, which a test below runs eagerly after all other code."""
+"""Pages with code to compile; a test below runs that code eagerly, after all other code."""
 OTHERS = [page for page in PAGES if page not in COMPILED]
 
 

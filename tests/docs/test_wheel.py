@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works where only it and its dependencies are installed."""
+"""Check the contents of the wheel, and that it works with only its dependencies installed."""
 
 import os
 import re

@@ -39,7 +39,7 @@ def require(fact: bool, what: str) -> None:
 
 
 def keys_of(view: Tensor, slots: Tensor, lens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the keys of the listed slots, and which of them are valid."""
+    """Return the keys of the listed slots, and a mask of valid keys."""
     blocks, size, one, row = view.shape
     is_v32 = row == 656
     require(one == 1 and row in (584, 656) and view.stride()[1::2] == (row, 1), "the cache")

@@ -42,7 +42,7 @@ def pick(shares: list[float], at: float) -> int:
 
 
 def verify_request(rows, ids, shares, uniforms, temperature):
-    """Return the tokens of a request, and how many of them are drafts."""
+    """Return the tokens of a request, and the number of accepted drafts."""
     tokens: list[int] = []
     for place, row in enumerate(rows):
         drafted = place < len(ids) and 0 <= ids[place] < len(row)

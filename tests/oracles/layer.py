@@ -116,7 +116,7 @@ def selected(q: Tensor, weights: Tensor, keys: Tensor, sizes: Sizes) -> tuple[li
     chosen, margin = [], torch.full((tokens,), math.inf, dtype=torch.float64)
     for token in range(tokens):
         visible = scores[token, : (token + 1) // sizes.ratio]
-        order = torch.sort(visible, descending=True, stable=True)  # of equals the lower row first
+        order = torch.sort(visible, descending=True, stable=True)  # of equals, the lower row first
         chosen.append(order.indices[: sizes.topk])
         if len(visible) > sizes.topk:
             gap = order.values[sizes.topk - 1] - order.values[sizes.topk]

@@ -122,7 +122,7 @@ def flash_mla_metadata(
     extra_width: int = 0,
     num_sm_parts: int,
 ) -> list[list[int]]:
-    """Assign work to parts in order, as much as each has time for. Then follow, in rows of 8, the
+    """Fill parts with work in order, up to the time of a part. Then follow, in rows of 8, the
     number of splits before each token, and the total."""
 
     def blocks(length: int, width: int) -> int:

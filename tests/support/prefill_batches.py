@@ -113,14 +113,14 @@ def with_plan(case: Case, plan: Tensor | None) -> Case:
 
 
 def plan_of(case: Case, num_programs: int = 132) -> Tensor:
-    """Make the plan of a decode call, of either op."""
+    """Make the plan of a call of a decode op."""
     extra = case.tensors[5 if case.tensors[5] is None or case.tensors[5].dim() == 1 else 6]
     heads = case.tensors[0].shape[1]
     return ops.sparse_mla_plan(case.tensors[3], extra, num_heads=heads, num_programs=num_programs)
 
 
 def stale_plan(case: Case, seed: int, num_programs: int = 132) -> Tensor:
-    """Make a plan for other lengths of as many tokens."""
+    """Make a plan for the same number of tokens with other lengths."""
     made, tokens = generator(seed), case.tensors[0].shape[0]
     lens = integers(made, 0, 9000, tokens) * integers(made, 0, 2, tokens)
     lens[0] = 100_000

@@ -100,7 +100,7 @@ def of_ranks(package: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def left_alone(rank: int, call: Callable[[], Any]) -> float | str:
-    """Let rank 1 exit after a call of both ranks; rank 0 returns how long its next call waits."""
+    """Call on two ranks and let rank 1 exit; return how long rank 0's next call waits."""
     call()
     torch.cuda.synchronize()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Rows of the FP8 linear layers, and valid calls of them."""
+"""Rows of the FP8 linear layers, and valid calls of these ops."""
 
 from collections.abc import Iterator
 
