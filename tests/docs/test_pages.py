@@ -52,7 +52,7 @@ def check(code, folder):
 
 
 COMPILED = ["engines.md", "transformers.md"]
-"""Pages with code to compile; a test below runs that code eagerly, after all other code."""
+"""These have code to compile; a test below runs that code eagerly, after all other code."""
 OTHERS = [page for page in PAGES if page not in COMPILED]
 
 

@@ -1,7 +1,7 @@
 """Oracles of the batch ops in Python ints and loops, written from the specification.
 
-Arguments are lists of ints (a block table is a list of rows) and results are lists, in the order of
-the op's outputs. Nothing here imports torch.
+Arguments are lists of ints (a block table is a list of rows). Results are lists, in the order of
+the op's outputs. This file does not import torch.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Oracles of the ops of index matrices in Python ints, written from the specification.
 
-Arguments are lists of ints (a matrix is a list of rows) or None, results are lists, in the order of
-the op's outputs. Nothing here imports torch.
+Arguments are lists of ints (a matrix is a list of rows) or None. Results are lists, in the order of
+the op's outputs. This file does not import torch.
 """
 
 from tests.oracles.batch import INT32_MAX, Ints, Rows, is_valid, narrow_slot, swa_indices_and_lens

@@ -273,7 +273,7 @@ def agrees_when_sampled(name: str, part: int, *, precise: bool = False) -> None:
 
 @contextmanager
 def no_host_sync(sought: bool = True) -> Iterator[None]:
-    """Synchronise, and then raise in calls that wait for the device, if ``sought``."""
+    """Synchronise; then, if ``sought``, calls that wait for the device raise."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error" if sought else "default")
     try:

@@ -213,8 +213,8 @@ def run_in_chunks(
 
 
 def together(step: Any = ops.save_and_compress) -> tuple[Any, Any]:
-    """Return the two halves of a step for ``Engine.step``, in either order; together they call
-    ``step`` once."""
+    """Return two calls that replace the two ops of a step in ``Engine.step``. Whichever runs second
+    calls ``step``, which does the work of the two."""
     kept: dict[str, Any] = {}
 
     def save(*tensors: Any, **settings: Any) -> None:
