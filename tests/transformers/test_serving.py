@@ -370,7 +370,7 @@ def test_a_client_that_leaves_frees_its_blocks(server, slow, stream):
 
 @needs_server
 def test_a_full_queue_is_refused(server, slow):
-    """Twelve clients, of which eight may wait or run."""
+    """Twelve clients, of which eight may wait or run; all prompts of a list or none."""
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda n: post(server, CHAT, chat(f"{n}")), range(12)))
     statuses = [status for status, _ in answers]
@@ -378,6 +378,7 @@ def test_a_full_queue_is_refused(server, slow):
     assert statuses.count(200) >= 8
     refused = next(answer for status, answer in answers if status == 503)
     assert refused["error"]["message"].startswith("The server has 8 requests, its most. Send")
+    assert post(server, TEXT, {"prompt": ["x"] * 9})[0] == 503
     settled(server)
 
 
