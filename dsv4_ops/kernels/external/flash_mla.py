@@ -38,7 +38,7 @@ from dsv4_ops.reference.sparse_mla import apply_inverse_rope
 
 WIDTH = MainLayout.head_dim
 KEYS = 64
-"""Keys per step of FlashMLA: lists are padded to a multiple."""
+"""Keys per step of FlashMLA. Lists are padded to a multiple of this."""
 
 _SCHEDULE = 5
 """Index of the schedule among the arguments of the decode."""
@@ -70,7 +70,7 @@ def packaged() -> bool:
 
 
 def _run(name: str, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call the library's op ``name``, or the function of DeepSeek's own module."""
+    """Call ``name``: an op of vLLM's build, or a function of DeepSeek's own module."""
     library = _library()
     if packaged():
         op = getattr(library, name).default
@@ -121,7 +121,7 @@ def _prefill_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def num_sm_parts(device: torch.device, heads: int) -> int:
-    """Return the number of parts of the work: one per SM and 64 heads."""
+    """Return the number of parts that FlashMLA divides its work into: one per SM and 64 heads."""
     if device.type != "cuda":
         return 1
     return max(torch.cuda.get_device_properties(device).multi_processor_count * 64 // heads, 1)
@@ -133,7 +133,7 @@ prefill = opaque_op.define("_flash_mla_prefill", _PREFILL, _prefill, _prefill_fa
 
 
 def lowered() -> dict[Any, Any]:
-    """Return the library's op for each of ours; compiled code calls it."""
+    """Return the library's op for each op of ours. Compiled code calls the library's op."""
     if not packaged():
         return {}
     library = _library()
@@ -164,7 +164,7 @@ def sparse_mla_decode_paged(
     impl: str = "",
     **named: Any,
 ) -> SparseMla:
-    """Attend to lists of rows, which our kernel makes from the block table."""
+    """Attend to lists of rows. Our kernel makes these lists from the block table."""
     return _attend(launch, DecodeCall.of_pages(*args, **named), flash_mla_plan)
 
 
@@ -185,7 +185,7 @@ def sparse_mla_gathered(launch: Any, *args: Any, impl: str = "", **named: Any) -
 
 
 def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMla:
-    """Attend to a bf16 copy of the rows that the call may see, gathered in the call."""
+    """Copy the rows that the tokens may see as bf16, and attend to the copy."""
     call = PrefillCall(*args, **named)
     q, seen = call.q, call.seen
     if q.shape[0] == 0:
@@ -218,7 +218,7 @@ def mla_decode(
     block_size: int,
     **settings: Any,
 ) -> MlaAttention:
-    """Pass each token as a request of its own; FlashMLA plans in the call."""
+    """Pass each token to FlashMLA as a request of its own. FlashMLA plans in the call."""
     if q.shape[0] == 0:
         out = q.new_empty((*q.shape[:2], WIDTH))
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
@@ -251,8 +251,8 @@ def mla_sparse(
     layout: str,
     **settings: Any,
 ) -> MlaAttention:
-    """Read FP8 rows with the sparse decode, which plans in the call, and plain rows with the sparse
-    prefill."""
+    """Attend to FP8 rows with FlashMLA's sparse decode, which plans in the call, and to plain rows
+    with FlashMLA's sparse prefill."""
     if q.shape[0] == 0:
         out = q.new_empty((*q.shape[:2], WIDTH))
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
@@ -276,20 +276,20 @@ def mla_sparse(
 
 
 def _dense(q: Tensor) -> Tensor:
-    """Return contiguous queries that start at a multiple of 16 bytes, as FlashMLA's copies must."""
+    """Return contiguous queries that start at a multiple of 16 bytes, as FlashMLA requires."""
     q = q.contiguous()
     return q if q.storage_offset() * q.itemsize % CACHE_ALIGNMENT == 0 else q.clone()
 
 
 def _at_least_one_row(kv: Tensor) -> Tensor:
-    """Return contiguous rows, at least one, because FlashMLA reads skipped rows too."""
+    """Return contiguous rows: at least one row, because FlashMLA reads skipped rows too."""
     return kv.new_zeros((1, WIDTH)) if kv.shape[0] == 0 else kv.contiguous()
 
 
 def plan_for(
     num_tokens: int, num_heads: int, swa_width: int, extra_width: int, device: torch.device
 ) -> FlashMlaPlan:
-    """Make FlashMLA's plan for full lists, by a call over lists of absent keys."""
+    """Make FlashMLA's plan for full lists, by calling FlashMLA with lists of absent keys."""
     q = torch.zeros(num_tokens, num_heads, WIDTH, dtype=torch.bfloat16, device=device)
     page = MainLayout(KEYS).allocate(1, device)
 
@@ -345,7 +345,8 @@ def _attend(launch: Any, call: DecodeCall, plan: Tensor | None) -> SparseMla:
 
 
 def _finish(launch: Any, out: Tensor, lse: Tensor, *rotation: Tensor | None) -> SparseMla:
-    """Convert results to ours, with inverse RoPE by positions and angles, if any."""
+    """Set the lse of heads without keys to -inf, and apply inverse RoPE if there are angles.
+    ``rotation``: positions and angles."""
     positions, cos_sin_cache = rotation or (None, None)
     kernels = opaque_op.kernel_module(out.device)
     rotates = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim

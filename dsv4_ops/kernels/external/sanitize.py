@@ -1,5 +1,5 @@
-"""Small kernels around the calls of FlashMLA and DeepGEMM: before a call they replace invalid
-values, which the libraries do not check; after a call they convert the results to ours."""
+"""Small kernels around the calls of FlashMLA and DeepGEMM. Before a call they replace invalid
+values, which the libraries do not check. After a call they convert the results to our format."""
 
 import torch
 import triton
@@ -56,8 +56,8 @@ def list_slots_kernel(
     SWA_BLOCK_SIZE: tl.constexpr, EXTRA_BLOCK_SIZE: tl.constexpr, HAS_EXTRA: tl.constexpr,
     PAGED: tl.constexpr, HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy both lists of a token with -1 for absent slots, and their lengths clamped to the width.
-    As unsigned numbers, negative slots lie past every block."""
+    """Copy both lists of a token with -1 for absent slots, and the lengths clamped to the width of
+    each list. As unsigned numbers, negative slots lie past every block."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     swa_tiles = (swa_padded + COLUMNS - 1) // COLUMNS
@@ -147,8 +147,8 @@ def list_pages_kernel(
     max_len, out, lens_out,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the block-table row of a token's request, with block 0 for absent blocks, and clamp its
-    length."""
+    """Copy the block-table row of a token's request, with block 0 for absent blocks, and clamp the
+    token's length."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -172,8 +172,8 @@ def compact_pages_kernel(
     out, out_columns, lens_out,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the blocks of a token's request that exist, without gaps and padded with zeros, and
-    count its rows in them."""
+    """Store the blocks of a token's request that exist, without gaps and padded with zeros. Count
+    the token's rows in these blocks."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
@@ -209,8 +209,8 @@ def fill_absent_kernel(
     logits, logits_stride, num_columns,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store -inf for rows past the length that the library got, and in absent blocks. No logit is
-    read."""
+    """Store -inf as the logit of rows past the length that the library got, and of rows in absent
+    blocks. The kernel reads no logit."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -238,7 +238,7 @@ def list_slots(
     extra_slots, extra_lens, padded = slots, swa_lens, 0
     if extra is not None:
         rows, extra_width = extra, extra.width()
-        # never empty, because the first program of a list stores its length
+        # at least one column, because the first program of a list stores the list's length
         padded = torch.sym_max(extra_width + -extra_width % multiple, multiple)
         extra_slots = indices.new_empty((num_tokens, padded))
         extra_lens = lens.new_empty(num_tokens)
@@ -265,8 +265,8 @@ def list_slots(
 def sink_arguments(
     sink: torch.Tensor | None, read_stand_in: torch.Tensor, written_stand_in: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return sinks, the tensor for their finite values, and their number; stand-ins and 0 without
-    sinks."""
+    """Return the sinks, a tensor for finite sinks, and the number of sinks; without sinks, return
+    the stand-ins and 0."""
     if sink is None:
         return read_stand_in, written_stand_in, 0
     finite = torch.empty_like(sink, memory_format=torch.contiguous_format)
@@ -282,8 +282,10 @@ def finish_heads(
     *,
     clears: bool = False,
 ) -> None:
-    """Launch as one kernel ``no_key`` (with ``clears`` also zeros for heads without keys) and
-    inverse RoPE. It writes to ``out`` and ``lse``, both dense; the angles have ``ROPE`` columns."""
+    """Apply ``no_key`` and inverse RoPE to ``out`` and ``lse`` in place, in one kernel.
+
+    ``out`` and ``lse`` are dense; the angles have ``ROPE`` columns. ``clears``: also store zeros
+    for heads without keys."""
     num_tokens, num_heads = lse.shape
     rotates = positions is not None and cos_sin_cache is not None
     launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](
@@ -305,7 +307,8 @@ def list_pages(
     num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
     pages = block_table.new_empty((num_tokens, max_blocks))
     page_lens = lens.new_empty(num_tokens)
-    tiles = torch.sym_max((max_blocks + COLUMNS - 1) // COLUMNS, 1)  # the first stores the length
+    # at least one tile, because the first tile stores the length
+    tiles = torch.sym_max((max_blocks + COLUMNS - 1) // COLUMNS, 1)
     launch(list_pages_kernel)[(num_tokens, tiles)](
         *listed(block_table), num_reqs, num_blocks, *strided(req_indices, lens),
         max_len, pages, page_lens,
@@ -344,7 +347,7 @@ def fill_absent(
     num_blocks: int,
     block_size: int,
 ) -> torch.Tensor:
-    """Launch ``reference.sanitize.fill_absent`` as one kernel that writes to ``logits``."""
+    """Launch ``reference.sanitize.fill_absent`` as one kernel; write to ``logits``."""
     num_tokens, num_columns = logits.shape
     launch(fill_absent_kernel)[(num_tokens, (num_columns + FILL_COLUMNS - 1) // FILL_COLUMNS)](
         *strided(block_table), block_table.shape[0], num_blocks, *strided(req_indices), page_lens,
