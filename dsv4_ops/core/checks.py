@@ -351,7 +351,7 @@ class Checks:
     ) -> None:
         """Check that ``cache`` is a tensor of an ``allowed`` dtype.
 
-        The error does not suggest a cast, because ops would write to the copy."""
+        The error does not suggest a cast: the op would write to the copy, not to the cache."""
         if self.skips:
             return
         if not isinstance(cache, Tensor):

@@ -25,7 +25,7 @@ from dsv4_ops.core.torch_compat import (
 )
 
 INTEGERS = "integers"
-"""No argument of the op is a float, so autograd ignores it."""
+"""No argument of the op is a float, so autograd ignores the op."""
 REFUSED = "refused"
 """The op has no derivative."""
 REFERENCE = "reference"

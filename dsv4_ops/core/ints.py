@@ -24,7 +24,7 @@ def single(value: torch.Tensor) -> torch.Tensor:
 
 
 def positive(number: Any) -> Any:
-    """``int(number > 0)`` without guarding a SymInt."""
+    """Return ``int(number > 0)``, without a guard if ``number`` is a SymInt."""
     return torch.sym_max(0, torch.sym_min(1, number))
 
 

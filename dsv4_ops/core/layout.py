@@ -332,8 +332,8 @@ class StateLayout(Layout):
 
     A row has ``width`` fp32 values, [kv | score].
 
-    A page has 4 rows of 2048 values for the main compressor of C4, 8 rows of 1024 for C128's, and
-    4 rows of 512 for the indexer's.
+    A page has 4 rows of 2048 values for C4's main compressor, 8 rows of 1024 values for C128's
+    compressor, and 4 rows of 512 values for the indexer's compressor.
 
     Args:
         block_size: Rows (tokens) per page.

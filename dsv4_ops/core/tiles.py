@@ -37,8 +37,8 @@ their length in fourteenths of a split."""
 
 
 MIN_SCHEDULED_TILES, MAX_SCHEDULED_TOKENS = 32, 256
-"""Without a plan, Hopper's kernel schedules a batch by its lengths if tokens times head tiles are
-at least the first number, and the tokens at most the second."""
+"""Without a plan, Hopper's kernel schedules a batch by its lengths if the number of tokens times
+head tiles is at least the first number, and the number of tokens is at most the second number."""
 
 ONE_WAVE_TILES = 120
 """Up to this many tokens times head tiles, all work tiles run in one wave. Above this number, too

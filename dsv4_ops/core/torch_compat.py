@@ -92,8 +92,8 @@ def allows_aot_compile() -> AbstractContextManager[Any]:
 @contextmanager
 def one_graph_for_all_sizes() -> Iterator[None]:
     """Let ``torch.compile(dynamic=True)`` trace graphs that also hold for a size of 1, and for
-    different sizes where the trace had equal ones. Python ints and floats become constants, because
-    they belong to the model, not to the batch."""
+    sizes that differ although they were equal in the trace. Python ints and floats become
+    constants, because they belong to the model, not to the batch."""
     import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as config
 
@@ -125,7 +125,7 @@ class SizeGuards:
         try:
             values = {name: eval(at, {"L": arguments}) for name, at in self.symbols.items()}
             return bool(eval(self.condition, {"math": math}, values))
-        except Exception as error:  # any class: an argument may lack an attribute, or be None
+        except Exception as error:  # for example, an argument lacks an attribute, or is None
             _log.info("a size is not known: %s", error)
             return False
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.core.torch_compat import sym_min
 
 MAX_REQUESTS = 16383
-"""Maximum requests per batch. This bounds the unrolled binary searches of compiled code."""
+"""Maximum requests per batch. The limit bounds the unrolled binary searches of compiled code."""
 
 INT32_MAX = 2**31 - 1
 

@@ -1,4 +1,4 @@
-"""Select the implementation of a call: the one that ``impl=`` names, or the fastest one here.
+"""Select the implementation of a call: the one that ``impl=`` names, or the fastest.
 
 Only this module selects; launchers run what was selected. An explicit ``impl`` runs or raises;
 nothing replaces it. ``impl="auto"`` selects an installed library at sizes at which the library was

@@ -94,7 +94,7 @@ def load(name: str) -> Any:
     """Load the library ``name``.
 
     Raises:
-        ImportError: the library is not installed. Errors of its import are raised unchanged.
+        ImportError: the library is not installed. Other errors of the import are not converted.
     """
     found = find(name)
     if isinstance(found, str):

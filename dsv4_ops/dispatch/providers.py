@@ -98,7 +98,7 @@ def flash_mla_plan(
 def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") -> int:
     """Return the number of SM parts that FlashMLA divides a decode into on Hopper.
 
-    ``flash_mla_metadata`` needs this number. It holds for calls with one query per token.
+    ``flash_mla_metadata`` needs this number. The number is for calls with one query per token.
 
     The function loads the library: call it once, outside of compiled code.
 

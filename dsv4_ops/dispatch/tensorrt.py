@@ -2,8 +2,8 @@
 
 torch-tensorrt removes nodes whose results are not read in the graph. Only a later step reads what
 an op writes to a cache, so such writes would be lost. Frames of torch-tensorrt on the stack show
-that it is tracing, and in which mode. This module does not import torch-tensorrt, and traces look
-for the frames only if something else has imported it.
+that torch-tensorrt is tracing, and in which mode. This module does not import torch-tensorrt, and
+traces look for the frames only if something else has imported torch-tensorrt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_enabled() -> bool:
 
 
 class _TensorRtGuard:
-    """Keeps ops whole in graphs of torch-tensorrt, and raises for writes that it would lose."""
+    """Keeps ops whole in graphs of torch-tensorrt, and raises for writes that would be lost."""
 
     def keeps_whole(self, spec: OpSpec) -> bool:
         function = _tracing_function()

@@ -134,5 +134,5 @@ def _launch(
 launch_hopper = opaque_op.define(
     "_launch_hopper", _SCHEMA, _launch, lambda *_: None, torch.Tag.needs_exact_strides
 )
-"""The op that launches a Gluon kernel. Its numbers include the strides of its tensors, so Inductor
-must not change their layouts."""
+"""The op that launches a Gluon kernel. The strides of the tensors are among the op's numbers, so
+Inductor must not change the layouts of the tensors."""

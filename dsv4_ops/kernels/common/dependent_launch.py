@@ -6,8 +6,8 @@ the previous kernel. If the option is set, Triton compiles the wait into the bin
 Inductor launch the binary early: no launch has the option without the wait. Other launches of the
 binary, such as from the C++ code of a package, start late, and the wait does nothing.
 
-A kernel that waits for the previous kernel waits for all earlier kernels if those waited too. A
-kernel without the wait starts late.
+If every kernel waits for its previous kernel, a kernel waits for all earlier kernels. A kernel
+without the wait starts late.
 """
 
 import triton

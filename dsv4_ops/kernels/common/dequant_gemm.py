@@ -1,7 +1,7 @@
 """Matrix products with FP4 and FP8 weights. Codes are converted to bf16 operands in the registers
 into which they were loaded.
 
-A thread loads 16 bytes of a row, and four adjacent threads load 64. The matrix unit accepts any
+A thread loads 16 bytes of a row; four adjacent threads load 64 bytes. The matrix unit accepts any
 order of K that both operands share. So the codes stay in their registers: ``reordered`` puts the
 activations into the codes' order of K, and the result has the codes' order of rows, ``tile_rows``.
 """
@@ -24,7 +24,7 @@ STEP_BYTES = 128
 
 FP4_UNIT = tl.constexpr(2.0**8)
 """FP4 products are computed too small by this factor, so that the bf16 factors of scales up to 2^9
-are finite. Only sums below 2^-141 are lost, and bf16 cannot represent these."""
+are finite. Only sums below 2^-141 are lost, and bf16 cannot represent such sums."""
 
 _FP4_FIELD = tl.constexpr(118)
 """The exponent field of a factor is the scale byte plus this. A bf16 with an e2m1 code in its

@@ -29,7 +29,7 @@ def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
     which saturates and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
-    if EMULATE:  # of a number and NaN, the hardware's maximum is the number, numpy's is NaN
+    if EMULATE:  # max(x, NaN) is x on the GPU, but NaN in the interpreter
         magnitudes = tl.where(magnitudes != magnitudes, 0.0, magnitudes)
     amax = tl.max(magnitudes, axis=-1)
     amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN if all are NaN
@@ -47,7 +47,7 @@ def encode(values, CONVERTS: tl.constexpr):
     """Return uint8 e4m3 codes of float32 values: round to nearest even, saturate, NaN to 0x7F."""
     if CONVERTS:
         return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:  # needed, because Triton also compiles the code after a branch that returns
+    else:  # not left out, because Triton also compiles the code after a branch that returns
         return _encode(values)
 
 
@@ -75,7 +75,7 @@ def round_to(values, DTYPE: tl.constexpr):
     """Round float32 values to DTYPE, to nearest even."""
     if DTYPE == tl.bfloat16:
         return round_to_bf16(values)
-    else:  # needed, because Triton also compiles the code after a branch that returns
+    else:  # not left out, because Triton also compiles the code after a branch that returns
         return values.to(DTYPE)
 
 
@@ -109,7 +109,7 @@ def multiply_codes(left, right):
 
 @triton.jit
 def _encode(values):
-    """Encode with integers."""
+    """Compute ``encode`` with integers."""
     is_nan = values != values
     values = tl.maximum(tl.minimum(values, _FP8_MAX), -_FP8_MAX)
     bits = values.to(tl.int32, bitcast=True)
@@ -126,8 +126,8 @@ def _encode(values):
 
 @triton.jit
 def _decode(codes):
-    """Decode with integers. A float32 that has a code in its lowest exponent bits and highest
-    significand bits is the value of the code times 2^-120, also for subnormal codes."""
+    """Compute ``decode`` with integers. A float32 that has a code in its lowest exponent bits and
+    highest significand bits is the value of the code times 2^-120, also for subnormal codes."""
     bits = codes.to(tl.int32)
     size = bits & 0x7F
     scaled = ((size << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)

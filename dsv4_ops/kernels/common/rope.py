@@ -11,8 +11,8 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 @triton.jit
 def rotate_pairs(even, odd, cos, sin):
-    """Rotate the pairs (even, odd). Each product is rounded before the sum, so that the bits equal
-    a CPU's."""
+    """Rotate the pairs (even, odd). Each product is rounded before the sum, so that a CPU computes
+    the same bits."""
     first = _multiply(even, cos) - _multiply(odd, sin)
     second = _multiply(odd, cos) + _multiply(even, sin)
     return first, second

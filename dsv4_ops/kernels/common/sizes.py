@@ -1,8 +1,9 @@
 """Arguments that differ from call to call, for which Triton must not compile a kernel again.
 
-Triton compiles a kernel again if an integer argument is 1, or a multiple of 16. This makes loads
-faster if the argument is a stride, or the bound of a mask along contiguous values. A number of rows
-makes no load faster, but a user would wait for seconds at each new batch size and cache length.
+Triton compiles a kernel again if an integer argument is 1, or a multiple of 16. The new kernel
+loads faster if the argument is a stride, or the bound of a mask along contiguous values. If the
+argument is a number of rows, the new kernel loads no faster, but a user would wait seconds for it
+at each new batch size and cache length.
 """
 
 SIZES_BUT_TOKENS = (

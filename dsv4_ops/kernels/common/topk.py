@@ -29,10 +29,11 @@ def find_threshold(key, low, count_low, topk, max_selected):
     """Return a threshold and the number of keys above it.
 
     If possible, ``topk`` to ``max_selected`` keys are above the threshold. Otherwise fewer than
-    ``topk`` keys are, and those that equal the threshold make up the rest. The caller knows a key
-    ``low`` such that ``count_low`` keys, more than ``max_selected``, are at least ``low``. Each
-    step counts the keys from two candidates on in one reduction. The first candidates are a few
-    octaves below the maximum, where most scores are, because bisecting all floats takes longer.
+    ``topk`` keys are above the threshold, and keys equal to the threshold make up the rest. The
+    caller knows a key ``low`` such that ``count_low`` keys, more than ``max_selected``, are at
+    least ``low``. Each step has two candidates for a new bound, and counts the keys that are at
+    least as large as each candidate in one reduction. The first candidates are a few octaves below
+    the maximum, where most scores are, because bisecting all floats takes longer.
     """
     high = tl.max(key, axis=0) + 1
     count_high = 0

@@ -53,7 +53,7 @@ EMULATE = tl.constexpr(INTERPRETED)
 """``INTERPRETED`` as a constant for kernels. If set, kernels compute with integers what the
 interpreter gets wrong, such as the e4m3 cast."""
 
-# 3.6 and 3.7 have only async_copy_global_to_shared; 3.8 has both names; in 3.9 the old one raises
+# 3.6 and 3.7 have only async_copy_global_to_shared; 3.8 has both names; in 3.9 the old name raises
 async_load = (
     async_copy.async_load
     if hasattr(async_copy, "async_load")
@@ -80,9 +80,10 @@ def aggregate(cls: Any) -> Any:
     """Make a class of named values, which kernels create and pass as one argument. Each field is
     annotated with its type.
 
-    Triton has ``gluon.aggregate`` since 3.8. In 3.6 and 3.7 ``_aggregate`` neither lists the fields
-    nor makes a constructor, which takes the fields in order or by name; this function adds both. In
-    these releases, the order of fields does not change the names of compiled kernels.
+    Triton has ``gluon.aggregate`` since 3.8. In 3.6 and 3.7, ``_aggregate`` adds no list of the
+    fields, and no constructor that takes the fields in order or by name. This function adds the
+    list and the constructor. In these releases, the order of fields does not change the names of
+    compiled kernels.
     """
     if hasattr(gluon, "aggregate"):
         return gluon.aggregate(cls)

@@ -36,7 +36,7 @@ channels has more warps, as many as its channels fill."""
 MAX_WARPS = 16
 
 SHORT_WINDOW = 32
-"""Maximum rows of a short window. Pooling a short window takes less time than checking a token."""
+"""Maximum rows of a short window, which ``pool_short.py`` compresses in one kernel."""
 
 SHORT_TOKENS, LONG_TOKENS, INSERT_TOKENS = 4, 128, 32
 """Tokens that a program scans together."""

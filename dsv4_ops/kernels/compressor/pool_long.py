@@ -71,11 +71,11 @@ def pool_windows_kernel(
             windows -= 1
             token = first_token + window_lane * programs
             index = token.to(tl.int64)
-            if SAVE_TOKENS > 0:  # with one warp, sums are faster than waiting for a load
+            if SAVE_TOKENS > 0:  # the program has one warp: sums are faster than loads
                 selected = lane == window_lane
                 position = tl.sum(tl.where(selected, token_positions, 0), axis=0).to(tl.int32)
                 request = tl.sum(tl.where(selected, token_requests, 0), axis=0).to(tl.int64)
-            else:  # with two warps, a sum would need a barrier
+            else:  # the program has several warps: a sum would need a barrier
                 position = tl.load(positions + index * position_stride).to(tl.int32)
                 request = tl.load(req_indices + index * request_stride).to(tl.int64)
             values = pool_window(

@@ -44,8 +44,8 @@ def completes_window(
 
 @triton.jit
 def _is_in_batch(token, request, position, requests, NUM_ROWS: tl.constexpr):
-    """Return whether this batch has all rows of the window that ``token`` completes: the rows are
-    those of ``token`` and of the tokens directly before it."""
+    """Return whether this batch has all rows of the window that ``token`` completes: the rows of
+    ``token`` and of the tokens directly before ``token``."""
     positions, position_stride, req_indices, request_stride, _ = requests
     distance = tl.arange(0, NUM_ROWS)
     mask = (position >= distance) & (token >= distance)
@@ -61,8 +61,8 @@ def _read_batch_rows(
     row, token, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Read rows as ``_read_rows`` does, if the whole window is in this batch. This takes half of
-    the instructions. Instructions bound a prefill as much as memory does."""
+    """Read rows as ``_read_rows`` does, if the whole window is in this batch. This function needs
+    half of the instructions. Instructions bound a prefill as much as memory does."""
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]
     NUM_ROWS: tl.constexpr = WINDOW[3]
@@ -103,10 +103,10 @@ def _read_rows(
     in_window = (distance >= 0) & (row_position >= 0)
     has_token = in_window & (token >= distance)
     row_token = tl.where(has_token, token - distance, 0).to(tl.int64)
-    # issue all three loads at once, for one latency, though rows in the batch need no table entry
+    # issue all three loads at once, to wait only once, though rows in the batch need no table entry
     token_position = tl.load(positions + row_token * position_stride, mask=has_token, other=-1)
     token_request = tl.load(req_indices + row_token * request_stride, mask=has_token, other=-1)
-    index = tl.where(in_window, row_position, 0).to(tl.uint32)  # so that divisions become shifts
+    index = tl.where(in_window, row_position, 0).to(tl.uint32)  # divisions of uint32 are shifts
     if ONE_BLOCK:
         block = tl.max(index, axis=0)[None, :] // STATE_BLOCK
     else:

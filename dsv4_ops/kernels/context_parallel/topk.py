@@ -16,7 +16,7 @@ NO_ROW = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _find_bound(row, mask, count):
-    """Return the lowest row at or below which there are ``count`` rows with ``mask``."""
+    """Return the lowest ``bound`` such that ``count`` rows with ``mask`` are at most ``bound``."""
     low, high = tl.full((), 0, tl.int32), tl.full((), NO_ROW - 1, tl.int32)
     while low < high:
         middle = low + (high - low) // 2

@@ -1,5 +1,5 @@
 """Add the weighted results of a token's routed experts and the result of the shared expert, in one
-kernel. With torch's own ops this takes eight launches if sizes are symbolic."""
+kernel. Torch's own ops need eight launches if sizes are symbolic."""
 
 import torch
 import triton

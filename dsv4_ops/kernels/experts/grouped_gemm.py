@@ -58,7 +58,8 @@ with bf16 weights, blocks of 64 rows need 145 KB."""
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
 """Pipeline stages of programs that compute two blocks of an expert for one read of the weight, by
 weight bits and rows per block. With so few stages, two blocks need no more shared memory than one
-block. FP8 is an exception, but needs only 17 KB. With even routing, few experts have two blocks."""
+block, except with FP8 weights, where they need only 17 KB. With even routing, few experts have two
+blocks."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """K per step of bf16 weights, by the rows of a block."""
@@ -165,7 +166,7 @@ def _expert_gemm(
             return multiply_fp4_codes(
                 weight, scale, x, x_scale, steps, ROWS, WARPS, STAGES, MASKED, TOKENS
             )
-        else:  # needed, because Triton also compiles the code after a branch that returns
+        else:  # not left out, because Triton also compiles the code after a branch that returns
             return multiply_fp4(weight, scale, x, steps, ROWS, WARPS, STAGES, MASKED)
     row, row_mask = _weight_rows(tl.arange(0, ROWS), n_start, SIZE, GATED)  # rows of the product
     return multiply_fp8(

@@ -24,8 +24,8 @@ ROWS, MAX_STEP_ROWS = 512, 2048
 """Rows per loop step for a symbolic number of rows, and maximum rows per loop step."""
 
 FUSED_COUNT_ROWS = 512
-"""Up to this many rows, every program of the plan counts the rows of all experts; above it, a
-separate launch counts them."""
+"""If the batch has up to this many rows, every program of the plan counts the rows of all experts.
+If the batch has more rows, a separate launch counts the rows."""
 
 REORDERED = 512
 """Number of activation values that a program of the plan reorders at a time."""
@@ -151,7 +151,7 @@ def plan_and_reorder(
     pairs: bool,
     fp4: bool,
 ) -> tuple[ExpertPlan, torch.Tensor]:
-    """Return the plan, and the activations ``x``, ``reordered`` for FP4 or FP8 weights."""
+    """Return the plan, and the activations ``x`` in the order of ``reordered``."""
     num_rows = topk_ids.shape[0] * topk_ids.shape[1]
     is_small = isinstance(num_rows, int) and num_rows <= FUSED_COUNT_ROWS
     source = x if is_small else None

@@ -2,8 +2,9 @@
 selects rows by these logits.
 
 DeepGEMM checks no values, so we replace absent pages by page 0 before the call, and the logits of
-such pages by -inf after the call. A call without a ``schedule`` makes its own. DeepGEMM compiles
-its kernels when they first run, and its functions are no torch ops, so no package can call them.
+such pages by -inf after the call. Without a ``schedule``, a call computes a schedule. DeepGEMM
+compiles its kernels when they first run, and its functions are no torch ops, so no package can call
+them.
 """
 
 from __future__ import annotations

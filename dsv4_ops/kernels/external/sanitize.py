@@ -24,7 +24,7 @@ FINISHED_HEADS = 16
 """Heads per program of ``finish_heads_kernel``, all of one token."""
 
 COMPACT_COLUMNS, COMPACT_WARPS = 1024, 8
-"""Block-table entries per step of ``compact_pages_kernel``, and its warps."""
+"""Block-table entries per step, and warps, of ``compact_pages_kernel``."""
 
 FILL_COLUMNS = 1024
 """Logits per program of ``fill_absent_kernel``, all of one token."""
@@ -265,8 +265,8 @@ def list_slots(
 def sink_arguments(
     sink: torch.Tensor | None, read_stand_in: torch.Tensor, written_stand_in: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the sinks, a tensor for finite sinks, and the number of sinks; without sinks, return
-    the stand-ins and 0."""
+    """Return the sinks, a tensor for finite sinks, and the number of sinks. If ``sink`` is None,
+    return the two stand-ins and 0."""
     if sink is None:
         return read_stand_in, written_stand_in, 0
     finite = torch.empty_like(sink, memory_format=torch.contiguous_format)

@@ -38,7 +38,8 @@ SHORT_PART = 200
 """Use one merge for a row if its parts then have up to this many keys per token of the call.
 
 H100, top 512, one token per request: 32 x 32k take 29.4 us, down from 48.5; 14 x 128k take 53.4 us,
-down from 57.1. 8 x 128k have longer parts and use several merges: 40.0 us, and 46.6 with one."""
+down from 57.1. 8 x 128k have longer parts and use several merges: 40.0 us, and 46.6 us with one
+merge."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
 """Keys per step and minimum keys of a part, if the kernel reads logits."""

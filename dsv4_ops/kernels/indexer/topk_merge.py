@@ -28,7 +28,7 @@ def partition(
     exact. If the lists of a row have more keys than MERGE_CAPACITY, they are first merged in GROUPS
     groups, GROUP_CAPACITY keys at a time.
     """
-    # if parts stay short, limit them to as many as one merge takes: it costs less than two merges
+    # if parts stay short, make only as many as one merge takes, because two merges cost more
     if SHORT_PART > 0:
         merged_part = (count + MAX_LISTS - 1) // MAX_LISTS
         is_short = merged_part <= SHORT_PART * num_tokens
@@ -114,7 +114,7 @@ def _load_indices(indices, head, base, slot):
 @triton.jit
 def reduce_list(keys, indices, fill, head, base, low, topk, max_selected, CAPACITY: tl.constexpr):
     """Reduce the ``fill`` keys of a scratch row to the ``topk`` to ``max_selected`` largest keys,
-    without gaps. Return the number of these keys and a lower bound of them."""
+    without gaps. Return the number of the keys that are left, and a lower bound of these keys."""
     slot = scratch_slots(fill, CAPACITY)
     tl.debug_barrier()  # after all stores of keys
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)

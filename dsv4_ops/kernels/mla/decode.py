@@ -54,7 +54,8 @@ INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
 """Keys of a block table per split, and maximum splits, in batch-invariant calls."""
 
 PARTS, MAX_ROWS_IN_PARTS = 4, 1024
-"""PARTS programs combine each row (a token and a head) of up to MAX_ROWS_IN_PARTS rows."""
+"""If a call has up to MAX_ROWS_IN_PARTS rows (a token and a head each), PARTS programs combine each
+row."""
 
 
 class Call(NamedTuple):

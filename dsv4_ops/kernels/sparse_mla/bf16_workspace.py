@@ -31,7 +31,7 @@ def find_spans_kernel(
     ends, counts, compressed,
     WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the span of rows that any token of a request sees, from the positions of its
+    """Compute the span of rows that any token of a request sees, from the positions of these
     tokens."""
     wait_for_previous_kernel()
     request = tl.program_id(0)

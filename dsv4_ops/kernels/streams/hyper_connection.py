@@ -182,8 +182,8 @@ def stream_ends_kernel(
     COLLAPSES: tl.constexpr, MIXES: tl.constexpr,
 ):  # fmt: skip
     """Finish one token. With COLLAPSES, a program collapses and normalises the streams. With MIXES,
-    a program computes post and mix for the next call; this takes about as long. With both, a token
-    has two programs."""
+    a program computes post and mix for the next call. With COLLAPSES and MIXES, a token has two
+    programs, which take about equally long."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     weight = tl.arange(0, SUMS)
@@ -255,7 +255,7 @@ def hyper_connection(
     if not (is_small or launch.target(streams.device).large_tiles):
         warps *= 2
     blocks, groups = triton.cdiv(width, columns), (num_tokens + tokens - 1) // tokens
-    steps = 1  # also for a symbolic batch, which may be small
+    steps = 1  # a symbolic batch may be small
     if is_static and not is_small:
         min_steps, max_steps = STEPS
         steps = min(blocks * groups // PROGRAMS, max_steps)

@@ -123,7 +123,8 @@ def combine_splits_kernel(
 ):  # fmt: skip
     """Combine the splits of a token and a head; skip tokens with one split. With HAS_PLAN, a
     program reads up to GROUP of the plan's first ``num_rows`` rows, and combines the tokens whose
-    first split is there. Most tokens have one split, so a program per row would mostly idle."""
+    first split is there. Most tokens have one split, so with a program per row, most programs would
+    idle."""
     wait_for_previous_kernel()
     head = tl.program_id(1)
     partials = (partial, partial_lse, partial_scale)
@@ -183,19 +184,19 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Number of values that inverse RoPE rotates, at the end of each row."""
 
 SMALL_STEP, STEP, MAX_STEP = 4, 8, 16
-"""Splits that are loaded together. With a list or a plan: SMALL_STEP if the token has no more
-splits, else STEP. With a known number of splits: up to MAX_STEP."""
+"""Splits that are loaded together. With a list or a plan: SMALL_STEP if the token has at most so
+many splits, else STEP. With a known number of splits: up to MAX_STEP."""
 
 PROGRAMS, ROWS = 2048, 32
-"""Target number of programs with a plan, over all heads, and maximum rows per program. Each head
-has at most as many programs as there are tokens, unless the rows need more programs."""
+"""With a plan: target for the number of programs of all heads, and maximum rows per program. Each
+head has at most as many programs as there are tokens, unless the rows need more programs."""
 
 LIST_PROGRAMS = 1024
-"""Maximum programs with a list, over all heads: programs without work cost time."""
+"""With a list: maximum number of programs of all heads. Programs without work cost time."""
 
 WARPS = 2
-"""Warps of a program: each thread reads 8 values of a split. The number does not depend on the
-batch, because the bits of a result must not depend on it either."""
+"""Warps of a program: each thread reads 8 values of a split. The number is the same for all
+batches, because the bits of a result must not depend on the batch."""
 
 
 def combine(
@@ -211,7 +212,7 @@ def combine(
     """Combine the splits of each token that has several; ``parts`` programs share a head."""
     out, lse = results[:2]
     num_tokens, num_heads = out.shape[0], int(out.shape[1])
-    if plan is None:  # if symbolic splits are 1, one program per head starts, and does nothing
+    if plan is None:  # if ``splits`` is a symbol of value 1, one program per head does nothing
         rows = programs = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
         steps = (_step(splits, MAX_STEP * parts),) * 2
     else:  # tokens with several splits come first in a plan, and each adds an extra row

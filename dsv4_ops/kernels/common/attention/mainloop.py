@@ -276,7 +276,7 @@ def amax_of(values):
     """Return the amax of all heads; ignore NaN. For an amax per head, Triton would choose layouts
     that make the loop spill."""
     magnitude = tl.abs(values)
-    if EMULATE:  # of a number and NaN, the hardware's maximum is the number, numpy's is NaN
+    if EMULATE:  # max(x, NaN) is x on the GPU, but NaN in the interpreter
         magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)
     return tl.max(magnitude)
 
@@ -285,7 +285,7 @@ def amax_of(values):
 def scale_of(amax):
     """Return the scale of a partial result whose amax is ``amax``."""
     scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-    return tl.where(amax == float("inf"), 1.0, scale)  # keeps the finite values of such a row
+    return tl.where(amax == float("inf"), 1.0, scale)  # 1 keeps the finite values
 
 
 @triton.jit

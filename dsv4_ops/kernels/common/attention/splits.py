@@ -23,7 +23,8 @@ from dsv4_ops.kernels.common.attention import combine
 from dsv4_ops.kernels.launcher import Launcher
 
 MIN_LANES = 32
-"""Minimum scheduler lanes (one token each). Spare lanes delay program start by up to 0.7 us."""
+"""Minimum number of scheduler lanes, each for one token. Spare lanes delay a program by up to 0.7
+us."""
 
 MIN_UNITS = 4
 """Minimum number of key blocks in a token's lists at which lengths decide the splits."""
@@ -88,8 +89,8 @@ def num_splits_of(
         return (units + FIXED_SPLIT - 1) // FIXED_SPLIT
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
-    splits = (units + longest - 1) // longest  # more splits would not shorten the longest
-    saved = units - longest  # must exceed a combine, which costs as much as a block
+    splits = (units + longest - 1) // longest  # more would not shorten the longest split
+    saved = units - longest  # must be more than a combine costs: as much as a block
     return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEY_TILE // unit))
 
 

@@ -25,7 +25,7 @@ WIDTH = gl.constexpr(256)
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 LOGIT_ROW = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
-"""Layout of one value per head, as a reduction of the logits over keys has it."""
+"""Layout of one value per head: the layout of the logits, reduced over keys."""
 ACC_ROW = gl.constexpr(gl.SliceLayout(1, ACC.value))
 P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 

@@ -97,9 +97,9 @@ def _copy_tile(tile, rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def clear_nonfinite(tile, bad_rows, is_masked, GROUP: gl.constexpr):
     """Replace NaN and infinity in a tile of values by 0 if some tokens do not see all rows
-    (``is_masked``). P is 0 for a token and a row that it does not see, and 0 times NaN or infinity
-    would be NaN. Return which rows have had such values so far. ``poison_rope`` then makes the
-    result of tokens that see such a row NaN."""
+    (``is_masked``). P is 0 where a token does not see a row, and 0 times NaN or infinity would be
+    NaN. Return which rows have had such values so far. ``poison_rope`` then makes the result of
+    tokens that see such a row NaN."""
     EXPONENT: gl.constexpr = _BF16_EXPONENT if tile.dtype == gl.bfloat16 else _FLOAT16_EXPONENT
     if GROUP > 1:
         if is_masked:
@@ -160,8 +160,8 @@ def arrive_after_copies(barrier):
 @gluon.jit
 def copy_pairs(pages, pairs, full_pairs, smem, GROUP: gl.constexpr):
     """Fill the buffers in the order of their use, as one partition. All tokens of the group see all
-    rows of the first ``full_pairs`` pairs. The RoPE tile of a block lies in the block's P tile,
-    which is free when the KV half that P multiplies last is free."""
+    rows of the first ``full_pairs`` pairs. The RoPE tile of a block is loaded into the block's P
+    tile. A P tile is free when the KV half that P multiplies last is free."""
     kv_smem, kv_valid_smem, p_smem = smem.kv, smem.kv_valid, smem.p
     kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free
     next_even = load_entries(pages, 0, COPY_ROW)

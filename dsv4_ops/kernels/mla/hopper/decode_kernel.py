@@ -1,7 +1,8 @@
 """Dense MLA decode in Gluon: one partition produces keys, two attend to pairs of blocks.
 
 A row is three tiles: both halves of the latent, which are also the values, and the RoPE columns.
-When the logits of a block are computed, the block's P replaces its RoPE tile in shared memory.
+Once the logits of a block are computed, P of the block replaces the block's RoPE tile in shared
+memory.
 """
 
 from triton.experimental import gluon
@@ -54,7 +55,8 @@ _CODES_MMA_REGISTERS = gl.constexpr(192)
 rest."""
 
 _MIN_EXPONENT = gl.constexpr(15)
-"""Minimum biased exponent of a query row's amax."""
+"""A query row whose amax has a smaller biased exponent is scaled as if the amax had this exponent.
+Otherwise the inverse scale would not be a normal number."""
 
 _LANE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -419,7 +421,7 @@ def hopper_mla_decode_kernel(
     tiles = (length // PAIR + gl.where(length % PAIR > 0, 1, 0)).to(gl.int64)
     first_tile = (tiles * split // splits).to(gl.int32)
     stop_tile = (tiles * (split + 1) // splits).to(gl.int32)
-    pairs = gl.maximum(stop_tile - first_tile, 1)  # the partitions synchronise in at least one
+    pairs = gl.maximum(stop_tile - first_tile, 1)  # the partitions need one to synchronise in
     stop = gl.where(stop_tile < tiles, stop_tile * PAIR, length)
     stop = gl.where(stop_tile > first_tile, stop, 0)
 

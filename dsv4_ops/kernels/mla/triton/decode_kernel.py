@@ -48,7 +48,8 @@ def _load_codes(row, dim, mask, DTYPE: tl.constexpr, CONVERTS: tl.constexpr):
 
 @triton.jit
 def _load_scaled_codes(row, kv_valid, LORA: tl.constexpr, CONVERTS: tl.constexpr):
-    """Load bf16 latents [keys, LORA]; the codes are followed by a scale per 128 values."""
+    """Load latents as bf16 [keys, LORA]. The codes of a row are followed by a scale per 128 codes.
+    """
     GROUP: tl.constexpr = 128
     dim = tl.arange(0, LORA)
     codes = tl.load(row[:, None] + dim[None, :], mask=kv_valid[:, None], other=0)
@@ -111,9 +112,9 @@ def mla_decode_kernel(
 
     A group begins every GROUP tokens from ``query_start_loc`` on, and after a token of another
     request. The program of the group's first token computes the group; the programs of the other
-    tokens return early. With one split, a program writes the result. With several, a program writes
-    the normalised accumulator, divided by ``partial_scale``, to ``partial``. FORMAT of rows is 0
-    for values, 1 for codes, and 2 for codes with scales, followed by RoPE values. With SLOTS,
+    tokens return early. With one split, a program writes the result. With several splits, a program
+    writes the normalised accumulator, divided by ``partial_scale``, to ``partial``. FORMAT of rows
+    is 0 for values, 1 for codes, and 2 for codes with scales, followed by RoPE values. With SLOTS,
     ``block_table`` lists the slots of every token instead of the blocks of a request.
     """
     wait_for_previous_kernel()

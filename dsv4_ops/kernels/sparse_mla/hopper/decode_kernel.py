@@ -183,7 +183,7 @@ def attend_and_finish_right(
     load_half_queries(smem, q, heads, WIDTH)
     position = gl.to_tensor(0).to(gl.int64)
     if INVERSE_ROPE:
-        position = gl.load(rotation.position)  # before the attention, as the sinks
+        position = gl.load(rotation.position)  # loaded early, like the sinks
     acc = attend_right(blocks, smem)
     if splits == 1:
         finish_right(acc, blocks, output, rotation, position, heads, smem, INVERSE_ROPE)

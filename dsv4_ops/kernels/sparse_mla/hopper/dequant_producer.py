@@ -153,8 +153,8 @@ def dequantise(
     SCALE_BYTES is the number of bytes of a row's scales.
 
     The first half of a block is loaded after the first half of the previous block is stored; the
-    second half is loaded at the start of the block. If both were loaded at once, the matrix unit
-    could not read shared memory meanwhile.
+    second half is loaded at the start of the block. If both halves were loaded at once, the matrix
+    unit could not read shared memory meanwhile.
     """
     ROW: gl.constexpr = sources.row_bytes
     kv_smem, kv_valid_smem = smem.kv, smem.kv_valid

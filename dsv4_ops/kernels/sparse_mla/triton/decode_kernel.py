@@ -105,9 +105,9 @@ def split_keys_kernel(
 
     The window's keys come first, then the keys of the extra cache. A split is a whole number of
     units. With one split, a program writes the result, with inverse RoPE if INVERSE_ROPE. With
-    several, a program writes the normalised accumulator, divided by ``partial_scale``, to
-    ``partial``. With PAGED, ``extra_indices`` is a block table. With HAS_PLAN, the plan has token,
-    split and number of splits.
+    several splits, a program writes the normalised accumulator, divided by ``partial_scale``, to
+    ``partial``. With PAGED, ``extra_indices`` is a block table. With HAS_PLAN, a program reads its
+    token, its split and the number of splits from the plan.
     """
     wait_for_previous_kernel()
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

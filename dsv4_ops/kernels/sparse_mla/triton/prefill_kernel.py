@@ -33,7 +33,8 @@ def _locate_rows(
 
     Args:
         tile, swa_tiles: Index of the block of keys, and number of blocks of the window.
-        length, visible: Number of tokens up to this token, and of compressed rows that it sees.
+        length, visible: Number of tokens up to this token, and number of compressed rows that this
+            token sees.
         swa, extra: The cache, the stride and the number of its blocks; the request's row of the
             block table, its stride and its columns; and the number of keys.
         selected: The token's list of selected rows, and the list's stride.
@@ -138,7 +139,7 @@ def prefill_keys_kernel(
                 extra_len = tl.maximum(extra_len, end)
                 first += LISTED
         else:
-            max_blocks = (length * 0).to(tl.int64) + max_extra_blocks  # which may be a constant
+            max_blocks = (length * 0).to(tl.int64) + max_extra_blocks  # may be a constant
             extra_len = tl.minimum(visible.to(tl.int64), max_blocks * EXTRA_BLOCK_SIZE)
             extra_len = extra_len.to(tl.int32)
         tiles += (extra_len + KEYS - 1) // KEYS
