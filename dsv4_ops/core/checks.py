@@ -401,7 +401,7 @@ class Checks:
         """Check that ``cache`` is a paged cache of ``layout``.
 
         The attention libraries misread other layouts without an error. ``dims`` are the names of
-        the cache's sizes; ``size_name`` is the argument with the rows per block."""
+        the cache's sizes; ``size_name`` names the argument that holds the rows per block."""
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
         _, *sizes = layout.shape(0)
@@ -456,8 +456,8 @@ class Checks:
     ) -> None:
         """Check that ``cache`` is a plain paged cache of one of the ``dtypes``.
 
-        ``dims`` are the names of the cache's sizes; ``size_name`` is the argument with the rows per
-        block."""
+        ``dims`` are the names of the cache's sizes; ``size_name`` names the argument that holds the
+        rows per block."""
         self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:

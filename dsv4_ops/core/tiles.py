@@ -41,12 +41,14 @@ MIN_SCHEDULED_TILES, MAX_SCHEDULED_TOKENS = 32, 256
 head tiles is at least the first number, and the number of tokens is at most the second number."""
 
 ONE_WAVE_TILES = 120
-"""Up to this many tokens times head tiles, all work tiles run in one wave. Above this number, too
-few SMs are free for extra splits, and the longest tokens are scheduled first."""
+"""If the number of tokens times head tiles is at most this, all work tiles run in one wave. If the
+number is larger, too few SMs are free for extra splits, and the longest tokens are scheduled first.
+"""
 
 EXTRA_SPLIT_SHARE = 4
-"""Beyond one wave, extra splits are at most the programs of a wave divided by this. More splits
-would add a wave, because a split can be as long as a token that is not split."""
+"""Beyond one wave, the number of extra splits is at most the number of programs of a wave, divided
+by this number. More splits would add a wave, because a split can be as long as a token that is not
+split."""
 
 SPLIT_SIZES, SPLIT_STEPS = 16, 4
 """Number of split sizes that a plan or the tile scheduler tries, and number of sizes per factor of

@@ -214,7 +214,7 @@ def forward_mode() -> bool:
 
 def constant_in_traces(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let Dynamo call ``function`` and take its result as a constant. Unlike
-    ``torch.compiler.assume_constant_result``, this does not import Dynamo."""
+    ``torch.compiler.assume_constant_result``, this decorator does not import Dynamo."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
 

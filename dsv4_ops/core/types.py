@@ -18,7 +18,7 @@ ABSENT = -1
 
 
 class FlashMlaPlan(NamedTuple):
-    """FlashMLA's plan for calls of these sizes; see
+    """FlashMLA's plan for calls of the sizes in the fields; see
     ``dsv4_ops.dispatch.providers.flash_mla_plan``."""
 
     schedule: Tensor

@@ -1,7 +1,7 @@
 """Releases of torch, Triton and transformers that are tested together, and warnings for others.
 
-``doctor``, the warnings, the documentation and CI's lanes read ``LANES``. pip may install releases
-after the newest tested one; these cause a one-line warning.
+``doctor``, the warnings, the documentation and CI's lanes read ``LANES``. pip may install a release
+that is newer than all tested releases; such a release causes a one-line warning.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LANES = {
     "transformers-5.22": Lane("2.11", "3.6", "5.22"),
     "transformers-5.23": Lane("2.15", "3.9", "5.23"),
 }
-"""The lanes of ``make smoke LANE=name``. CI's full run is not listed. It uses the latest releases
-of its day: those of "newest", until one of the packages has a new release."""
+"""The lanes of ``make smoke LANE=name``. CI's full run is not listed. The full run uses the latest
+releases of its day: the releases of "newest", until one of the packages has a new release."""
 
 
 def release(version: str) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def untested(torch: str, transformers: str | None) -> str:
 
 
 def warn_if_newer(package: str, version: str) -> None:
-    """Warn in one line if a release is newer than the newest tested one."""
+    """Warn in one line if a release is newer than the newest tested release."""
     newest = supported(package)[1]
     if release(version) > release(newest):
         warnings.warn(

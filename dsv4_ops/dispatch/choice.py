@@ -54,9 +54,9 @@ MEASURED = (
     "64 heads, at least 32 tokens and 2048 columns, and 2^20 to 2^23 logits "
     "(32 x 32768: 32.2 us, our kernel 36.7)"
 )
-"""The sizes of ``is_faster`` in words. ``python -m benchmarks.choice`` measured them on an H200 on
-2026-11-22, with torch 2.11.0+cu130 and the DeepGEMM of vLLM 0.22.1, in CUDA graphs over rotating
-inputs."""
+"""The sizes of ``is_faster`` in words. ``python -m benchmarks.choice`` measured the times on an
+H200 on 2026-11-22, with torch 2.11.0+cu130 and the DeepGEMM of vLLM 0.22.1, in CUDA graphs over
+rotating inputs."""
 
 
 def is_faster(op: str, library: str, values: Values) -> bool:
@@ -87,7 +87,7 @@ def check_impl(
 ) -> None:
     """Raise if the op has no such ``impl``, or if ``impl`` does not support this call or device.
 
-    When the op runs or is compiled, it checks whether the library is installed.
+    The op checks whether the library is installed when the op runs or is compiled.
     """
     allowed = (AUTO, *providers)
     if not isinstance(impl, str):
@@ -112,9 +112,9 @@ def check_limit(
 ) -> None:
     """Raise if ``impl`` does not support this call.
 
-    An op calls this when it runs, because the sizes of an exported program are unknown before.
-    Layers call it before they write anything, and pass their name as ``asked_by``. ``values`` may
-    hold ``Sizes`` instead of tensors.
+    An op calls this function when the op runs, because the sizes of an exported program are unknown
+    before. Layers call this function before they write anything, and pass their name as
+    ``asked_by``. ``values`` may hold ``Sizes`` instead of tensors.
     """
     found = limit(op, impl, values, asking=True)
     if found is not None:

@@ -199,8 +199,8 @@ def _looked_ahead(spec: OpSpec, mode: Any, args: Any, kwargs: Any) -> Any:
     """Return what AOTAutograd reads before it traces: the results' metadata, and which arguments
     are mutated.
 
-    The fake returns the metadata, and the schema says what is mutated. Both are much faster than a
-    trace of the lowering.
+    The fake returns the metadata, and the schema says what is mutated. A trace of the lowering
+    would take much longer.
     """
     values = spec.arguments(args, kwargs)
     with mode:

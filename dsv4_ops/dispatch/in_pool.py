@@ -1,4 +1,4 @@
-"""Caches that are views of one pool of bytes, and the writes of compiled code to them.
+"""Caches that are views of one pool of bytes, and the writes of compiled code to such caches.
 
 A graph has one input for all caches, the pool. ``pool_view`` makes each cache inside the graph. If
 an op writes to a view, a compiler rebuilds the pool from the view, and so copies a cache or the

@@ -32,8 +32,8 @@ def kernel_requests(launcher: Any) -> Iterator[None]:
 def request(spec: OpSpec, impl: str, args: Any, kwargs: Any) -> None:
     """Ask for the kernels of a fake call that ``impl`` would run.
 
-    If the launcher cannot run with fake tensors, no kernels are requested. They are compiled at
-    their first launch.
+    If the launcher cannot run with fake tensors, no kernels are requested, and each kernel is
+    compiled at its first launch.
     """
     if impl != TRITON:
         return

@@ -21,10 +21,10 @@ from dsv4_ops.core.torch_compat import find_schema
 FLASH_MLA, DEEP_GEMM = "flash_mla", "deep_gemm"
 LIBRARIES = (FLASH_MLA, DEEP_GEMM)
 SCALED_MM = "scaled_mm"
-"""torch's own block-scaled matmul. It is part of torch, so nothing finds or loads it."""
+"""torch's own block-scaled matmul, which is part of torch and need not be found or loaded."""
 
 VARIABLES = {FLASH_MLA: "DSV4_OPS_FLASH_MLA", DEEP_GEMM: "DSV4_OPS_DEEP_GEMM"}
-"""Environment variable with the path of each library. If one is set, no other path is tried."""
+"""Environment variable with the path of each library. If it is set, no other path is tried."""
 
 FLASH_MLA_OPS = "_flashmla_C"
 """Namespace of the ops that vLLM's build of FlashMLA registers."""
@@ -76,8 +76,8 @@ def tag_libraries() -> None:
     """Add the installed libraries to the keys of torch's caches.
 
     A trace may select a library, but the graph that the caches look up does not name the library.
-    The package calls this when it is imported, and before it loads a library that was not installed
-    at the import.
+    The package calls this function when the package is imported, and before the package loads a
+    library that was not installed at the import.
     """
     found = {name: find_name(name) for name in LIBRARIES}
     state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
@@ -171,7 +171,7 @@ def _import_deep_gemm(folder: Path | None = None) -> Any:
 
 
 def _preload(*sonames: str) -> None:
-    """Load the first of these shared libraries that exists, on the system or in NVIDIA's
+    """Load the first shared library of ``sonames`` that exists, on the system or in NVIDIA's
     packages."""
     folders = [Path(entry) / "nvidia" for entry in sys.path if entry]
     for soname in sonames:

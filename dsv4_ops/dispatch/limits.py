@@ -39,8 +39,8 @@ FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 """Row width, latent width, and rows per block of FlashMLA's dense decode."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_COLUMNS = 512
-"""The columns of a weight must be a multiple of this, so that the scales of a row are a multiple of
-four. Releases of torch pad other numbers of scales differently."""
+"""The number of columns of a weight must be a multiple of this, so that the number of scales of a
+row is a multiple of four. Releases of torch pad other numbers of scales differently."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 LEAST_LATENT = 16
 """Minimum latent width of our dense decode; tensor cores multiply no smaller tile."""

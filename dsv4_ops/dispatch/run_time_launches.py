@@ -16,7 +16,7 @@ def are_on() -> bool:
 
 @contextmanager
 def run_time_launches() -> Iterator[None]:
-    """Let traces keep an op with symbolic sizes as a call, if it has a CUDA kernel.
+    """Let traces keep an op with symbolic sizes as a call, if the op has a CUDA kernel.
 
     A launcher chooses tiles, splits and the number of programs by the sizes. In a trace with
     symbolic sizes, a launcher can only choose what works for all sizes; in a call, it chooses by

@@ -10,7 +10,7 @@ from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.launcher import Launcher
 
 _STRIDE_MULTIPLE = 16
-"""A row stride that is a multiple of this tells Triton that rows are aligned to 16 bytes."""
+"""A row stride that is a multiple of this number tells Triton that rows are aligned to 16 bytes."""
 
 
 def strided(*tensors: Tensor) -> tuple[Any, ...]:

@@ -113,7 +113,7 @@ def options_of(kernel: Any, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def dependent(kernel: Any, target: Target) -> dict[str, bool]:
-    """Return the option that starts a kernel early, if it waits for the previous kernel."""
+    """Return the option that starts a kernel early, if the kernel waits for the previous kernel."""
     return {"launch_pdl": True} if target.dependent_launch and waits(kernel) else {}
 
 

@@ -56,7 +56,7 @@ def compiled(
 
     Args:
         kernel: A Triton or Gluon kernel.
-        arguments: Its positional arguments; a constant is passed as its value.
+        arguments: The kernel's positional arguments; a constant is passed as its value.
         options: Constants by name, and options such as ``num_warps``.
         capability: Compute capability, such as 90.
 

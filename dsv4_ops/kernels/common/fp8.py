@@ -2,7 +2,8 @@
 ``reference/quantization.py``.
 
 CONVERTS says whether Triton converts e4m3 codes (``Launcher.converts_codes``). If not, kernels
-compute the same bytes with integers. This is also so in Triton's interpreter, which rounds wrongly.
+compute the same bytes with integers. Kernels also use integers in Triton's interpreter, which
+rounds wrongly.
 """
 
 import torch

@@ -22,7 +22,7 @@ def valid_tokens(position, request, num_reqs):
 @triton.jit
 def locate_slots(slot, num_blocks, block_size):
     """Return the int64 page and row of each slot, and which slots exist."""
-    slot = slot.to(tl.uint64)  # one comparison is enough, as negative slots become the largest
+    slot = slot.to(tl.uint64)  # negative slots become the largest: one comparison is enough
     size = tl.full((), block_size, tl.uint64)
     page, row = slot // size, slot % size
     valid = page < num_blocks
@@ -69,10 +69,10 @@ def compute_slots(page, row, BLOCK_SIZE: tl.constexpr):
 def prefetch_column(table, num_reqs, row, BLOCK_SIZE: tl.constexpr):
     """For each of the first 32 requests, load the block-table entry of ``row`` into the L2.
 
-    Each program calls this for its own rows while it waits for the lengths of the requests;
-    together the programs load most of the entries that they will look up. The load is volatile, so
-    that Triton keeps it although its value is unused. One entry in eight is enough, because 32
-    bytes hold eight entries.
+    Each program calls this function for its own rows while it waits for the lengths of the
+    requests. Together the programs load most entries that they will look up. The load is volatile,
+    so that Triton keeps the load although its value is unused. One entry in eight is enough,
+    because 32 bytes hold eight entries.
     """
     block_table, table_stride, column_stride, max_blocks = table
     column = row // BLOCK_SIZE

@@ -122,7 +122,8 @@ def ptxas(capability: int) -> str:
 
 
 def forget_ptxas() -> None:
-    """Make Triton read the version of ptxas again. Names of Triton's cache files depend on it.
+    """Make Triton read the version of ptxas again; names of Triton's cache files depend on the
+    version.
 
     ``get_ptxas_version``, which caches the version: 3.6 to 3.9.
     """

@@ -19,8 +19,8 @@ that flag after its last read of tile t. So kernels and layers of all shapes may
 Why waiting ranks do not block each other: programs send before they wait, and GPUs start programs
 in the order of their numbers. Consider the lowest unfinished program of any rank and its lowest
 unfinished tile. On every other rank, the program of that number runs, or will run because all lower
-programs have ended, and it sends without waiting. Besides, GPUs with NVLink run all programs at
-once, two per SM.
+programs have ended. That program sends without waiting. Besides, GPUs with NVLink run all programs
+at once, two per SM.
 
 Why the failure of a rank stops the other ranks: they trap after the group's timeout. If they
 returned NaN instead, the model would sample tokens from NaN. After a trap, the next call of the

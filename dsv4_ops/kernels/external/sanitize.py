@@ -1,5 +1,5 @@
-"""Small kernels around the calls of FlashMLA and DeepGEMM. Before a call they replace invalid
-values, which the libraries do not check. After a call they convert the results to our format."""
+"""Small kernels around the calls of FlashMLA and DeepGEMM. Kernels before a call replace invalid
+values, which the libraries do not check. Kernels after a call convert the results to our format."""
 
 import torch
 import triton
@@ -110,8 +110,8 @@ def finish_heads_kernel(
     INVERSE_ROPE: tl.constexpr, CLEARS: tl.constexpr,
     ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Store -inf as the lse of heads without keys. With CLEARS, also store zeros as their values.
-    With INVERSE_ROPE, apply inverse RoPE to the last ROPE values of every head.
+    """Store -inf as the lse of heads without keys. With CLEARS, also store zeros as the values of
+    such heads. With INVERSE_ROPE, apply inverse RoPE to the last ROPE values of every head.
 
     The kernel does not use dependent launch: FlashMLA's combine starts early, and may end before
     the decode has stored the results of tokens with one split."""

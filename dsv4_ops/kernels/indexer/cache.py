@@ -34,8 +34,8 @@ _MIN_INT32 = tl.constexpr(-INT32_MAX - 1)
 
 @triton.jit
 def _count_boundaries(cu_seq_lens, cu_stride, index, low, high):
-    """For each row, count the request boundaries at or before it. Every count is between ``low``
-    and ``high``."""
+    """For each row, count the request boundaries at or before the row. Every count is between
+    ``low`` and ``high``."""
     half = 1
     while half * 2 <= high - low:
         half *= 2

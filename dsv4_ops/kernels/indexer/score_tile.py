@@ -12,9 +12,9 @@ from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
 
 @triton.jit
 def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr, CONVERTS: tl.constexpr):
-    """Return the query of the int64 ``token``: with CONVERTS one e4m3 tile [DIM, HEADS], else two
-    bf16 tiles [DIM / 2, HEADS]. ``q``: codes, their token, head and value strides, and the number
-    of heads."""
+    """Return the query of the int64 ``token``: with CONVERTS as one e4m3 tile [DIM, HEADS], else as
+    two bf16 tiles [DIM / 2, HEADS]. ``q``: codes, their token, head and value strides, and the
+    number of heads."""
     q, token_stride, head_stride, dim_stride, num_heads = q
     head = tl.arange(0, HEADS)
     head_valid = head < num_heads
@@ -46,9 +46,9 @@ def load_weights(weights, token, num_heads, HEADS: tl.constexpr):
 
 @triton.jit
 def load_codes(start, byte_stride, mask, DIM: tl.constexpr, CONVERTS: tl.constexpr):
-    """Load keys from the byte pointers ``start``: with CONVERTS e4m3 [rows, DIM], else two bf16
-    tiles [rows, DIM / 2]. Masked rows are undefined, but do not affect the scores of other rows.
-    """
+    """Load keys from the byte pointers ``start``: with CONVERTS as e4m3 [rows, DIM], else as two
+    bf16 tiles [rows, DIM / 2]. Masked rows are undefined, but do not affect the scores of other
+    rows."""
     # without ``other`` the load goes directly to shared memory
     if CONVERTS:
         lane = tl.arange(0, DIM)[None, :] * byte_stride

@@ -1,5 +1,5 @@
-"""The kernel that computes FlashMLA's tile scheduler metadata. It is one warp, because a part
-begins where the previous part ends."""
+"""The kernel that computes FlashMLA's tile scheduler metadata. The kernel is one warp, because a
+part begins where the previous part ends."""
 
 from __future__ import annotations
 

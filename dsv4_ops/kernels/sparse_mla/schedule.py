@@ -1,5 +1,5 @@
-"""The kernel that plans the splits of sparse MLA. It is one program, because every split depends on
-all lengths."""
+"""The kernel that plans the splits of sparse MLA. The kernel is one program, because every split
+depends on all lengths."""
 
 from __future__ import annotations
 

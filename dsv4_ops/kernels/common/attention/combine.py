@@ -184,8 +184,8 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Number of values that inverse RoPE rotates, at the end of each row."""
 
 SMALL_STEP, STEP, MAX_STEP = 4, 8, 16
-"""Splits that are loaded together. With a list or a plan: SMALL_STEP if the token has at most so
-many splits, else STEP. With a known number of splits: up to MAX_STEP."""
+"""Splits that are loaded together. With a list or a plan: SMALL_STEP if the token has at most
+SMALL_STEP splits, else STEP. With a known number of splits: up to MAX_STEP."""
 
 PROGRAMS, ROWS = 2048, 32
 """With a plan: target for the number of programs of all heads, and maximum rows per program. Each

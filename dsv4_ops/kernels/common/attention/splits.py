@@ -27,7 +27,7 @@ MIN_LANES = 32
 us."""
 
 MIN_UNITS = 4
-"""Minimum number of key blocks in a token's lists at which lengths decide the splits."""
+"""Lengths decide the splits if the lists of a token have at least this many key blocks."""
 
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""

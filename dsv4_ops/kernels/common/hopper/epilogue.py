@@ -84,7 +84,7 @@ def _multiply(left, right):
 @gluon.jit
 def _store_rotated(output, staging, acc, scale, heads, rotation, position):
     """Round the right half, apply inverse RoPE to its last 64 columns as ``kernels/common/rope.py``
-    does, and write it."""
+    does, and write the result."""
     target = output.out
     staging.store((acc * scale[:, None]).to(target.dtype.element_ty))
     pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, _PAIR_LAYOUT)) - (WIDTH - _ROPE) // 2

@@ -1,8 +1,9 @@
 """In-kernel split-KV tile scheduler: each program derives its work tile from all lengths.
 
-The scheduler needs no launch of its own. With it, the time of a ragged batch depends on the sum of
-the contexts, not on the longest context. Every warp computes the whole schedule, which is faster
-than waiting for another warp. Only the candidate sizes of a split are divided among the warps.
+The scheduler needs no launch of its own. With the scheduler, the time of a ragged batch depends on
+the sum of the contexts, not on the longest context. Every warp computes the whole schedule, which
+is faster than waiting for another warp. Only the candidate sizes of a split are divided among the
+warps.
 """
 
 from triton.experimental import gluon

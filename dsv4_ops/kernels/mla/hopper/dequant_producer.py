@@ -43,8 +43,8 @@ _GROUP = gl.constexpr(32)
 
 @aggregate
 class HalfRows:
-    """Half of the latents of a block: the codes as words, and the scales of their two groups.
-    Without scales, both are None."""
+    """Half of the latents of a block: the codes as words, and the scales of the two groups of each
+    row. If rows have no scales, the scales are None."""
 
     codes: gl.tensor
     left_scale: Scalar
