@@ -426,7 +426,7 @@ class Checks:
                 do=_allocate(layout),
             )
         if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace storage_offset
-            self.page_start(name, cache, layout)  # launchers call this for compiled code
+            self.page_start(name, cache, layout)  # launchers call it for compiled code
 
     def page_start(self, name: str, cache: Tensor, layout: Layout) -> None:
         """Check that ``cache`` starts at a multiple of 16 bytes in its storage."""

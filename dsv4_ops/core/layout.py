@@ -119,7 +119,7 @@ class Layout(ABC):
     def allocate(self, num_blocks: int, device: torch.device | str | None = None) -> Tensor:
         """Allocate a cache of ``num_blocks`` pages, filled with zeros."""
         at_least(f"{type(self).__name__}.allocate", 0, num_blocks=num_blocks)
-        with torch.inference_mode(False):  # ops outside inference mode cannot write to its tensors
+        with torch.inference_mode(False):  # ops may write to the cache outside inference mode
             return torch.zeros(self.shape(num_blocks), dtype=self.storage_dtype, device=device)
 
 

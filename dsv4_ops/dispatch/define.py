@@ -132,7 +132,7 @@ def _load_kernels(stem: str) -> None:
 
     Compiled code from a cache calls these ops although this process has traced nothing.
     """
-    with contextlib.suppress(ModuleNotFoundError):  # no triton: launching a kernel will raise
+    with contextlib.suppress(ModuleNotFoundError):  # Triton is missing: a launch will raise
         layers.load_kernels(stem)
 
 

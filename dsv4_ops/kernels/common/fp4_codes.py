@@ -98,7 +98,7 @@ def _code_tile(words, low, high, WARPS: tl.constexpr):
     if EMULATE:
         return _look_up(words, low, high, WARPS)
     ROWS: tl.constexpr = words.shape[0]
-    # for each half of a word: look up four bytes by the codes without signs, insert the signs
+    # for each half of a word: look up four bytes by the codes without signs, then insert signs
     a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
         """{
         .reg .b32 size, moved, found, signs;

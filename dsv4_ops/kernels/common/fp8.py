@@ -33,7 +33,7 @@ def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
     if EMULATE:  # max(x, NaN) is x on the GPU, but NaN in the interpreter
         magnitudes = tl.where(magnitudes != magnitudes, 0.0, magnitudes)
     amax = tl.max(magnitudes, axis=-1)
-    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN if all are NaN
+    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN if all values are NaN
     # ceil(log2(amax / 448)): the exponent minus 8, plus 1 if the significand is above 1.75
     patterns = amax.to(tl.int32, bitcast=True)
     min_scale: tl.constexpr = _SCALE_FLOOR if MIN_SCALE is None else MIN_SCALE
@@ -48,7 +48,7 @@ def encode(values, CONVERTS: tl.constexpr):
     """Return uint8 e4m3 codes of float32 values: round to nearest even, saturate, NaN to 0x7F."""
     if CONVERTS:
         return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:  # not left out, because Triton also compiles the code after a branch that returns
+    else:  # needed: Triton also compiles the code that follows a branch with ``return``
         return _encode(values)
 
 
@@ -76,7 +76,7 @@ def round_to(values, DTYPE: tl.constexpr):
     """Round float32 values to DTYPE, to nearest even."""
     if DTYPE == tl.bfloat16:
         return round_to_bf16(values)
-    else:  # not left out, because Triton also compiles the code after a branch that returns
+    else:  # needed: Triton also compiles the code that follows a branch with ``return``
         return values.to(DTYPE)
 
 

@@ -37,7 +37,7 @@ def merge_ranks(
     offset = lane[:, None] * BLOCK + column
     count_ptr = count_address(workspace, program)
     count = tl.load(count_ptr)
-    bases = ()  # load these before the first store, or the loads would wait for the store
+    bases = ()  # load early: after the first store, the loads would wait for the store
     for distance in tl.static_range(1, WORLD):
         bases += (load_workspace(workspace, (RANK + distance) % WORLD),)
     for tile in range(program, tl.cdiv(num_rows, TILE_ROWS), tl.num_programs(0)):
@@ -70,7 +70,7 @@ def merge_ranks(
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
         acc = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
         row_sum = tl.zeros((TILE_ROWS,), tl.float32)
-        for sender in tl.static_range(WORLD):  # the same order on all ranks
+        for sender in tl.static_range(WORLD):  # all ranks add in the same order
             if sender == RANK:
                 part, part_lse = own_part, own_lse
             else:
@@ -88,7 +88,7 @@ def merge_ranks(
         tl.store(dst, result.to(element), mask=mask)
         log_sum = tl.log(row_sum) if NATURAL else tl.log2(row_sum)
         tl.store(merged_lse + row, shift + log_sum, mask=row_valid)
-        tl.store(count_ptr, count)  # after the loop, count_ptr would spill on Triton 3.9
+        tl.store(count_ptr, count)  # if stored after the loop, count_ptr spills (Triton 3.9)
 
 
 @triton.jit

@@ -166,7 +166,7 @@ def _expert_gemm(
             return multiply_fp4_codes(
                 weight, scale, x, x_scale, steps, ROWS, WARPS, STAGES, MASKED, TOKENS
             )
-        else:  # not left out, because Triton also compiles the code after a branch that returns
+        else:  # needed: Triton also compiles the code that follows a branch with ``return``
             return multiply_fp4(weight, scale, x, steps, ROWS, WARPS, STAGES, MASKED)
     row, row_mask = _weight_rows(tl.arange(0, ROWS), n_start, SIZE, GATED)  # rows of the product
     return multiply_fp8(

@@ -172,7 +172,7 @@ def compact_pages_kernel(
     out, out_columns, lens_out,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the blocks of a token's request that exist, without gaps and padded with zeros. Count
+    """Store the existing blocks of a token's request without gaps, padded with zeros. Count
     the token's rows in these blocks."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)

@@ -37,8 +37,9 @@ MIN_PART = 256
 SHORT_PART = 200
 """Use one merge for a row if its parts then have up to this many keys per token of the call.
 
-H100, top 512, one token per request: 32 x 32k take 29.4 us, down from 48.5; 14 x 128k take 53.4 us,
-down from 57.1. 8 x 128k have longer parts and use several merges: 40.0 us, and 46.6 us with one
+Times on an H100 with top 512 and one token per request: 32 requests of 32k keys take 29.4 us, and
+48.5 us with several merges; 14 requests of 128k keys take 53.4 us, and 57.1 us with several merges.
+8 requests of 128k keys have longer parts and use several merges: 40.0 us, and 46.6 us with one
 merge."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048

@@ -113,8 +113,9 @@ def _load_indices(indices, head, base, slot):
 
 @triton.jit
 def reduce_list(keys, indices, fill, head, base, low, topk, max_selected, CAPACITY: tl.constexpr):
-    """Reduce the ``fill`` keys of a scratch row to the ``topk`` to ``max_selected`` largest keys,
-    without gaps. Return the number of the keys that are left, and a lower bound of these keys."""
+    """Reduce the ``fill`` keys of a scratch row to the largest keys, without gaps. At least
+    ``topk`` and at most ``max_selected`` keys are left. Return the number of these keys, and a
+    lower bound of these keys."""
     slot = scratch_slots(fill, CAPACITY)
     tl.debug_barrier()  # after all stores of keys
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)

@@ -94,7 +94,7 @@ def multiply(
     num_tokens, num_groups, width = x.shape[0], int(x.shape[1]), int(x.shape[2])
     rows = int(weight.shape[0])
     x = (x if x.stride(-1) == 1 else x.contiguous()).view(torch.uint8)
-    x_scale = x_scale.permute(1, 2, 0).contiguous()  # tokens innermost
+    x_scale = x_scale.permute(1, 2, 0).contiguous()  # adjacent tokens are adjacent in memory
     codes, tile = byte_rows(weight), choose_tile(num_tokens, rows, launch.num_sms(x.device))
     tile_tokens, weight_rows, _ = tile
     out = x.new_empty((num_tokens, rows), dtype=out_dtype)

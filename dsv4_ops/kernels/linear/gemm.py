@@ -160,9 +160,9 @@ def _multiplies_codes(
     activations: str,
     out_dtype: torch.dtype,
 ) -> bool:
-    """Return whether products of codes are faster for ``x`` [num_tokens, num_groups, in_features]
-    and precise enough. The matrix unit adds such products with about 14 bits, which is enough for
-    bf16 results."""
+    """Return whether products of codes are precise enough, and faster for ``x`` [num_tokens,
+    num_groups, in_features]. The matrix unit adds such products with about 14 bits, which is enough
+    for bf16 results."""
     if out_dtype != torch.bfloat16:
         return False
     num_tokens, is_fp8 = x.shape[0], x_scale is not None or activations == "fp8"

@@ -114,10 +114,9 @@ def mla_prefill_kernel(
 
     Span 0 is the tokens before the first request, span n the tokens of request n - 1, and span
     num_reqs + 1 the tokens after the last request. The tiles of span n start at tile
-    first // QUERIES + n, where ``first`` is the span's first token. This leaves each span enough
-    tiles. A start below an earlier start counts as equal to that start, so that every row is
-    written whatever the starts are. Tiles of late queries run first, because they see the most
-    keys.
+    first // QUERIES + n, where ``first`` is the span's first token, so each span has enough tiles.
+    A start below an earlier start counts as equal to that start, so that every row is written
+    whatever the starts are. Tiles of late queries run first, because they see the most keys.
     """
     wait_for_previous_kernel()
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

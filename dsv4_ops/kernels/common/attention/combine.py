@@ -56,7 +56,7 @@ def _combine(
     attn_sink = tensors[2]
     positions, positions_stride, cos_sin_cache, num_positions = tensors[3]
     sink = float("-inf")
-    if HAS_SINK:  # load the sink first, so that this load overlaps those of the splits
+    if HAS_SINK:  # load the sink early, so that this load overlaps other loads
         sink = tl.load(attn_sink + head) * _LOG2_E
     if INVERSE_ROPE:
         position = tl.load(positions + token * positions_stride)
@@ -123,8 +123,8 @@ def combine_splits_kernel(
 ):  # fmt: skip
     """Combine the splits of a token and a head; skip tokens with one split. With HAS_PLAN, a
     program reads up to GROUP of the plan's first ``num_rows`` rows, and combines the tokens whose
-    first split is there. Most tokens have one split, so with a program per row, most programs would
-    idle."""
+    first split is in these rows. Most tokens have one split, so with a program per row, most
+    programs would idle."""
     wait_for_previous_kernel()
     head = tl.program_id(1)
     partials = (partial, partial_lse, partial_scale)

@@ -90,7 +90,7 @@ def num_splits_of(
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
     splits = (units + longest - 1) // longest  # more would not shorten the longest split
-    saved = units - longest  # must be more than a combine costs: as much as a block
+    saved = units - longest  # must exceed the cost of a combine: one block
     return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEY_TILE // unit))
 
 

@@ -120,7 +120,7 @@ def amax_of(values):
 def scale_of(amax):
     """Return the scale of a partial result whose amax is ``amax``."""
     scale = gl.minimum(gl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-    return gl.where(amax == float("inf"), 1.0, scale)  # 1 keeps the finite values
+    return gl.where(amax == float("inf"), 1.0, scale)  # a scale of 1 keeps finite values
 
 
 @gluon.jit
