@@ -47,7 +47,7 @@ misaligned tensors, because Inductor drops a ``clone`` that changes only the add
 
 
 class Rest(NamedTuple):
-    """Arguments of a launch that are neither tensors nor numbers that may be symbolic.
+    """Arguments of a launch, except tensors and numbers that may be symbolic.
 
     Args:
         order: For each argument, the list that holds it, and its index in that list.

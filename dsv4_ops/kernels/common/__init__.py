@@ -1,4 +1,4 @@
-"""Device functions that several stems use, and Triton's names that differ between releases.
+"""Device functions that several ops use, and Triton's names that differ between releases.
 
 The parameters of a kernel are flat, because launches and Inductor's analysis need single arguments.
 Device functions take groups of arguments as tuples, which have the same entries everywhere:

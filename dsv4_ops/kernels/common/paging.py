@@ -31,7 +31,7 @@ def locate_slots(slot, num_blocks, block_size):
 
 @triton.jit
 def locate_positions(table, request, position, mask, num_blocks, block_size):
-    """Return the int64 page and row of each int64 position of its request, and which positions
+    """Return the int64 page and row of each int64 ``position`` of a request, and which positions
     exist. A position outside ``mask`` does not exist."""
     block_table, table_stride, column_stride, max_blocks = table
     position = position.to(tl.uint64)

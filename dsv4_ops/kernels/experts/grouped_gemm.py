@@ -56,10 +56,10 @@ block. With FP4 weights, blocks of 128, 64 and 32 rows need 226, 113 and 82 KB o
 with bf16 weights, blocks of 64 rows need 145 KB."""
 
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
-"""Pipeline stages of programs that compute two blocks of an expert for one read of the weight, by
-weight bits and rows per block. With so few stages, two blocks need no more shared memory than one
-block, except with FP8 weights, where they need only 17 KB. With even routing, few experts have two
-blocks."""
+"""Pipeline stages of a program that reads a weight once for two blocks of an expert, by weight bits
+and rows per block. With so few stages, two blocks need no more shared memory than one block, except
+with FP8 weights, where two blocks need only 17 KB. With even routing, few experts have two blocks.
+"""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """K per step of bf16 weights, by the rows of a block."""
@@ -74,8 +74,8 @@ _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 _NARROW_MEAN_ROWS = {16: 13, 32: 28, 64: 56}
 
 MEAN_ROWS = {4: _NARROW_MEAN_ROWS, 8: _NARROW_MEAN_ROWS, 16: {16: 5, 32: 16, 64: 40}}
-"""Largest mean number of rows per expert for each block size, by weight bits. With more rows, the
-block size is MAX_ROWS."""
+"""For each number of weight bits, the block sizes, each with the largest mean number of rows per
+expert at which that size is chosen. With more rows, the block size is MAX_ROWS."""
 
 MAX_ROWS = 128
 

@@ -57,7 +57,7 @@ def list_slots_kernel(
     PAGED: tl.constexpr, HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Copy both lists of a token with -1 for absent slots, and the lengths clamped to the width of
-    each list. As unsigned numbers, negative slots lie past every block."""
+    each list. Slots are unsigned here, so that negative slots lie past every block."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     swa_tiles = (swa_padded + COLUMNS - 1) // COLUMNS

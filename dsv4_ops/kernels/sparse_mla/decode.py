@@ -130,7 +130,7 @@ def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
 
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
-    """Return the keys per unit of a split of the Triton kernel: half a block if that shortens the
+    """Return the keys in a unit, for splits of the Triton kernel: half a block if that shortens the
     longest split, else a block. In the Hopper kernel, half a block takes as long as a block.
 
     For symbolic sizes, which we must not guard, return half a block, because half blocks gain more

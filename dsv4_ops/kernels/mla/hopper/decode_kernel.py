@@ -164,8 +164,8 @@ def _copy_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.cons
 
 @gluon.jit
 def _scale_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Copy the queries as float16. Each row is multiplied by a power of two that brings its amax,
-    unless it is tiny, to 2^14 or above, so values down to 2^-31 of the amax keep all their bits.
+    """Copy the queries as float16. Each row is multiplied by a power of two. The row's amax then is
+    2^14 or above, unless the amax is tiny, so values down to 2^-31 of the amax keep all their bits.
     Return the inverse scales, by which the caller multiplies the logits. The two partitions
     exchange the amax of their halves."""
     start, valid = _query_rows(q, tile, GROUP)

@@ -124,8 +124,8 @@ def load_entries(sources, block, FIRST: gl.constexpr):
 
 @gluon.jit
 def locate_rows(sources, block, FIRST: gl.constexpr, entries):
-    """Return the ``LocatedRows`` of list entries. As unsigned numbers, negative slots lie past
-    every block, and divisions are shifts."""
+    """Return the ``LocatedRows`` of list entries. Entries are unsigned here, so that negative slots
+    lie past every block, and divisions are shifts."""
     swa, extra = sources.swa, sources.extra
     entries = entries.to(gl.uint32)
     cache, page_stride, blocks = swa.cache, swa.page_stride, swa.blocks

@@ -99,8 +99,8 @@ def load_entries(sources, block, FIRST: gl.constexpr):
 
 @gluon.jit
 def locate_rows(sources, block, FIRST: gl.constexpr, entries):
-    """Return the ``LocatedRows`` of the entries. As unsigned numbers, negative blocks lie past
-    every block, and divisions are shifts."""
+    """Return the ``LocatedRows`` of the entries. Numbers are unsigned here, so that negative blocks
+    lie past every block, and divisions are shifts."""
     span, swa, extra = sources.span, sources.swa, sources.extra
     cache, page_stride, blocks = swa.cache, swa.page_stride, swa.blocks
     pages, step, columns = swa.table_row, swa.step, swa.columns

@@ -28,8 +28,8 @@ def locate_rows(
 ):
     """Return the rows of a block that begins at ``unit``, as ``load_keys`` takes them.
 
-    A block ends with its split, or with the window. As unsigned numbers, negative slots lie past
-    every block of the cache, and divisions are shifts.
+    A block ends with its split, or with the window. Entries of lists are unsigned here, so that
+    negative slots lie past every block of the cache, and divisions are shifts.
 
     Args:
         unit, swa_units, stop: First unit of the block, number of units of the window, end of the

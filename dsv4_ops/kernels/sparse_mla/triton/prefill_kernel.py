@@ -28,8 +28,8 @@ def _locate_rows(
 ):
     """Return the rows of a block of keys, as ``load_keys`` takes them.
 
-    As unsigned numbers, negative blocks lie past every block of the cache, and divisions are
-    shifts.
+    Numbers are unsigned here, so that negative blocks lie past every block of the cache, and
+    divisions are shifts.
 
     Args:
         tile, swa_tiles: Index of the block of keys, and number of blocks of the window.
