@@ -25,9 +25,9 @@ def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
     """Return uint8 codes and int32 scale bytes of bf16 values in float32. The values along the last
     dimension share a scale.
 
-    A scale is at least MIN_SCALE; the default is the minimum of the caches. Kernels that call this
-    are bound by instructions as much as by memory, so NaN and infinity are left to ``encode``,
-    which saturates and returns 0x7F for NaN.
+    A scale is at least MIN_SCALE; the default is the minimum of the caches. Instructions bound the
+    calling kernels as much as memory does, so NaN and infinity are left to ``encode``, which
+    saturates and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
     if EMULATE:  # max(x, NaN) is x on the GPU, but NaN in the interpreter

@@ -7,9 +7,10 @@ they wrote. Every rank must make the same calls in the same order on one stream,
 collective.
 
 Why no rank reads too early: a flag holds the number of a tile. Each program counts its tiles over
-all calls, in its own memory, so that a replayed graph continues the count. After all writes of the
-program there is a barrier, then a release at system scope raises the flag; an acquire waits for the
-flag. A flag only grows, and a program that waits for t accepts t + 1.
+all calls, in its own memory, so that a replayed graph continues the count. The threads of a program
+meet at a barrier after their writes; then the program raises the flag with a release at system
+scope. The receiver waits with an acquire. A flag only grows, and a program that waits for t accepts
+t + 1.
 
 Why no rank overwrites unread data: each program has two buffers per sender, which alternate from
 tile to tile. No other program uses these buffers, whatever the shapes of calls. A sender writes

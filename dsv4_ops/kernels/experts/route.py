@@ -79,9 +79,9 @@ def choose_experts_kernel(
     SCALE: tl.constexpr, LEAST: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
     HAS_TABLE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Select the experts of one token: the top k of the token's scores, or the row of its token id
-    in the table. BLOCK is the number of experts, and CHOICES is TOP_K, each rounded up to a power
-    of two."""
+    """Select the experts of one token: the top k of the token's scores, or the table's row for the
+    token's id. BLOCK is the number of experts, and CHOICES is TOP_K, each rounded up to a power of
+    two."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
