@@ -159,7 +159,7 @@ def group_of(call: Call, batch_invariant: bool) -> int:
 
 
 def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) -> Work:
-    """Choose the splits: the plan's, splits by lengths, or the same number for all tokens."""
+    """Choose how to split tokens: by the plan, by lengths, or each into equally many splits."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     unit = PAIR if on_hopper else KEY_TILE
     if call.plan is not None:

@@ -188,7 +188,7 @@ def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tenso
 
 
 def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
-    """Choose the splits: the plan's, splits by lengths, or the same number for all tokens."""
+    """Choose how to split tokens: by the plan, by lengths, or each into equally many splits."""
     num_tokens, tiles = call.q.shape[0], head_tiles(int(call.q.shape[1]), target.head_tile)
     if call.plan is not None:
         programs = call.plan.shape[0]

@@ -306,7 +306,7 @@ def _attend(
     splits = work.split.splits
     if splits == 1:
         row = tile.token * num_heads + first_head
-        if HALF == RIGHT:  # the right partition waits less than the left
+        if HALF == RIGHT:  # the right partition has one wait fewer than the left
             store_lse(output.lse, row, row_max, row_sum, rows)
         write_half(output.out, staging, acc, inverse, row, rows, HALF * WIDTH, False)
     else:

@@ -75,7 +75,7 @@ def _attend(
         first_head = (item % head_tiles) * HEADS
         heads = num_heads - first_head  # only this many heads are written
         row = (item // head_tiles).to(gl.int64) * num_heads + first_head
-        if HALF == RIGHT:  # the right partition waits less than the left
+        if HALF == RIGHT:  # the right partition has one wait fewer than the left
             store_lse(output.lse, row, row_max, row_sum, heads)
             head = gl.arange(0, HEADS, LOGIT_ROW)
             gl.store(output.max_logits + row + head, row_max / _LOG2_E, mask=head < heads)
