@@ -291,7 +291,7 @@ def quantized_weight(name: str, info: TensorInfo, seed: int) -> tuple[Tensor, Te
     columns *= 2 if fp4 else 1
     height, width = (1, FP4_BLOCK) if fp4 else (WEIGHT_BLOCK, WEIGHT_BLOCK)
     blocks = rows // height, columns // width
-    # blocks of large values are rare, so that sums over rows have a deviation near one
+    # blocks of large values are rare, so that sums over rows have a standard deviation near one
     exponents = torch.randint(0, 8, blocks, generator=generator)
     size = torch.exp2(-exponents.to(torch.float32)) * math.sqrt(3.0 * 6.0 / columns)
     size = size * (0.75 + 0.5 * torch.rand((), generator=generator))  # differs between experts

@@ -67,7 +67,7 @@ def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str,
         Names of the ops with a plugin.
 
     Raises:
-        ImportError: torch-tensorrt or Triton is missing, or has no plugins.
+        ImportError: torch-tensorrt or Triton is missing, or torch-tensorrt has no plugins.
     """
     op = "register_plugins"
     _compat.load(op)

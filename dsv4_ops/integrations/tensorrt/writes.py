@@ -1,9 +1,9 @@
 """Ops that write in place, return what they wrote, and run after earlier readers.
 
-torch-tensorrt partitions a functional graph into engines and PyTorch segments, and orders them only
-by data dependencies. Therefore an op of ``write_op`` returns the caches that it wrote, and later
-readers use these results instead of the arguments. The op takes the results of earlier readers in
-``after``.
+torch-tensorrt partitions a functional graph into engines and PyTorch segments, and orders engines
+and segments only by data dependencies. Therefore an op of ``write_op`` returns the caches that it
+wrote, and later readers use these results instead of the arguments. The op takes the results of
+earlier readers in ``after``.
 """
 
 from __future__ import annotations
@@ -63,4 +63,5 @@ copy_back = _define(
 """Run ``written.copy_(source)`` after the readers of the old values."""
 
 state = _define("state", "(Tensor(a) buffer) -> Tensor(a)", _state)
-"""Return a buffer to which a graph writes, so that the graph does not treat it as a constant."""
+"""Return a buffer to which a graph writes, so that the graph does not treat the buffer as a
+constant."""

@@ -430,8 +430,8 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
 
 
 def _end_whole(streamer: Any, tokenizer: Any) -> None:
-    """Let a stream end with its incomplete characters, as an answer without a stream does. Hugging
-    Face's streamer holds such a character back until the missing bytes come."""
+    """Let a stream send incomplete characters at its end, as an answer without a stream does.
+    Hugging Face's streamer holds such a character back until the missing bytes come."""
     tokens: list[int] = []
     put, end = streamer.put, streamer.end
     skips = {"skip_special_tokens": getattr(streamer, "_parser", None) is None}

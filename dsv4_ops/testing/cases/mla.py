@@ -297,7 +297,7 @@ def _absorb_cases() -> list[Case]:
 
 
 def _sizes(draw: Draw, min_size: int) -> tuple[torch.Generator, torch.dtype, int, int]:
-    """Sample seed, dtype, tokens and heads of a product."""
+    """Sample the seed, the dtype, and the numbers of tokens and heads of a product."""
     num_tokens = max(draw.one_of(3, 0, 1, 2, 7), min_size)
     num_heads = 5 if min_size else draw.one_of(1, 2, 5, 16)
     dtype = _DTYPES[0] if min_size else draw.one_of(*_DTYPES)

@@ -1,4 +1,5 @@
-"""Scores of the lightning indexer in float64, and whether float32 represents them exactly."""
+"""Scores of the lightning indexer in float64, and whether float32 represents these scores
+exactly."""
 
 from __future__ import annotations
 

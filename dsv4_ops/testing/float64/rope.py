@@ -65,7 +65,8 @@ def exact_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Rotate float64 ``values`` [num_tokens, num_heads, dim]; also return the error scale.
 
-    The error scale of a rotated value is the sum of the absolute products that it adds.
+    A rotated value is a sum of two products, and its error scale is the sum of the absolute
+    products.
     """
     table, rope_dim = cos_sin_cache.to(torch.float64), cos_sin_cache.shape[1]
     first = 0 if rope_first else values.shape[2] - rope_dim

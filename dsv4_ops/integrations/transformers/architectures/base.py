@@ -186,7 +186,7 @@ def unpatched(op: str, model: Any, advice: str = "Call patch first") -> Exceptio
 
 
 def dtype_of(config: Any, default: torch.dtype) -> torch.dtype:
-    """Return a model's dtype, or ``default`` if its configuration names none."""
+    """Return a model's dtype, or ``default`` if its configuration names no dtype."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else default
 
@@ -218,7 +218,8 @@ class ModelSpec(ABC):
     @classmethod
     @abstractmethod
     def of(cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution) -> ModelSpec:
-        """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
+        """Build the spec of ``config``; raise an error of ``op`` if the family does not support
+        ``config``."""
 
     def scheduled(self, device: torch.device) -> ModelSpec:
         """Return the spec with the SM counts that a library's schedules need on ``device``."""
@@ -311,7 +312,7 @@ class ModelSpec(ABC):
         """
 
     def states_of(self, hidden: Any) -> Tensor:
-        """Return a layer's input as Hugging Face's hooks see it, [1, num_tokens, ...]."""
+        """Return a layer's input as Hugging Face's hooks see this input, [1, num_tokens, ...]."""
         states: Tensor = hidden
         return states
 

@@ -1,1 +1,1 @@
-"""The paged cache of a patched model: tensors, blocks, and tokens that it cannot store."""
+"""The paged cache of a patched model: tensors, blocks, and tokens that the cache cannot store."""

@@ -47,7 +47,7 @@ def collect() -> dict[str, bytes]:
 
 
 def put(files: Mapping[str, bytes]) -> None:
-    """Write the files of ``collect`` to the folders where this process looks for them."""
+    """Write the files of ``collect`` to the folders where this process looks for such files."""
     folders = {_CODE: code_folder(), _TRITON: triton_folder()}
     for place, content in files.items():
         for prefix, folder in folders.items():

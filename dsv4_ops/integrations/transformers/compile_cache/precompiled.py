@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _WITH_OPS = ("dsv4_ops.kernels.", "dsv4_ops.lowering.")
-"""Modules that register ops at import; a trace imports some of them."""
+"""Modules that register ops at import; a trace imports some of these modules."""
 
 _UNREAD = ("layer_idx", SOURCE, "generation_config")
 """Attributes of modules that differ between layers of a kind, or between processes; ``_Reads``
@@ -162,7 +162,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Walk:
-    """A walk over values; ``words`` describes them in the order of the walk."""
+    """A walk over values; ``words`` describes the values in the order of the walk."""
 
     def __init__(self, watch: Watch) -> None:
         self.words: list[str] = []

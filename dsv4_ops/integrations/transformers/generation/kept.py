@@ -50,8 +50,8 @@ def empty_cache(model: Any) -> None:
     """Free the caches and CUDA graphs that ``generate`` keeps on a patched model.
 
     The next call of ``generate`` makes new caches and graphs. The memory goes back to torch's
-    allocator; ``torch.cuda.empty_cache`` then frees it for other processes. ``unpatch`` also calls
-    this function.
+    allocator; ``torch.cuda.empty_cache`` then frees this memory for other processes. ``unpatch``
+    also calls this function.
 
     Raises:
         ValueError: the model is not patched.
@@ -142,7 +142,7 @@ class KeptStep:
 
 @dataclass
 class KeptCache:
-    """A cache, and the steps that read and write it.
+    """A cache, and the steps that read and write this cache.
 
     Attributes:
         cache: The cache, whose rows own their blocks.
@@ -212,7 +212,7 @@ class KeptCaches:
         self._epoch = 0
 
     def take(self, model: Any, rows: int, length: int, chunk: int) -> KeptCache:
-        """Return an empty cache of at least these sizes; make one if none is kept."""
+        """Return an empty kept cache of at least these sizes, or a new cache."""
         sizes, made_for = (rows, length, chunk), _made_for(model)
         with self._lock:
             self._caches = [each for each in self._caches if each.made_for == made_for]

@@ -192,7 +192,7 @@ def _without_padding(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
-    """Return a mask for prompts that have none; raise if it is unclear which tokens are padding.
+    """Return a mask for prompts without a mask; raise if it is unclear which tokens are padding.
 
     Hugging Face infers the mask from ``pad_token_id``, but a text may contain this token too. A
     token in the cache is text.

@@ -90,7 +90,8 @@ class QuantizedWeights(Rewrite):
         return getattr(body.config, "quantization_config", None) is not None
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Raise if an adapter changes codes; share scales again if they were moved or replaced."""
+        """Raise if an adapter changes codes; share scales again if a program moved or replaced
+        scales."""
         _check_adapter(op, name, module)
         share_scales(module)
 
@@ -105,7 +106,8 @@ class QuantizedWeights(Rewrite):
 def _adapts_codes(module: Any) -> bool:
     """Whether PEFT adapts a parameter that holds codes, such as a weight of fused experts.
 
-    An adapter of a linear layer is allowed, because it only adds to the layer's output.
+    An adapter of a linear layer is allowed, because such an adapter only adds to the layer's
+    output.
     """
     of_parameter = "base_layer" in module._modules and hasattr(module, "parameter_name")
     return of_parameter and bool(quantized_weights(unwrapped(module)))
@@ -128,7 +130,7 @@ def _adapted(op: str, name: str) -> Exception:
 
 
 def _codes(module: Any, name: str) -> Tensor:
-    """Return a parameter with codes; raise if a parametrization replaced it."""
+    """Return a parameter with codes; raise if a parametrization replaced the parameter."""
     if name not in module._parameters:
         raise _adapted("model", name)
     codes: Tensor = module._parameters[name]

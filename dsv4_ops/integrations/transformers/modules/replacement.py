@@ -1,8 +1,8 @@
 """Replace methods on instances, and recognise modules by their class.
 
-``patch`` finds the class of each module on the host and stores its name on the module, where a
-trace reads it as a constant. A trace may see other names and functions than the host does: Dynamo
-of torch 2.15 shows the wrapper of a decorated forward.
+``patch`` finds the class of each module on the host and stores the class's name on the module,
+where a trace reads the name as a constant. A trace may see other names and functions than the host
+does: Dynamo of torch 2.15 shows the wrapper of a decorated forward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ CLASS = "_dsv4_ops_class"
 _BELOW_HOOK = "_old_forward"
 """Attribute with the forward that accelerate's hooks call."""
 REPLACED = "_dsv4_ops_replaced_forward"
-"""Attribute with the forward that an instance had before a bound method replaced it, or None."""
+"""Attribute with the forward that an instance had before a bound method replaced this forward, or
+None."""
 
 
 class Replacement:
@@ -148,7 +149,7 @@ def _package_of(function: Any) -> str:
 
 
 def mark(module: Any) -> None:
-    """Store a module's class name on it, for traces."""
+    """Store the name of a module's class on the module, for traces."""
     name = defining_class(module)
     if name is not None:
         setattr(module, CLASS, name)

@@ -1,4 +1,4 @@
-"""Changes that ``patch`` makes to modules, and the loops that make, refresh and undo them.
+"""Changes that ``patch`` makes to modules, and the loops that make, refresh and undo these changes.
 
 A ``Rewrite`` is one change of one kind of module. ``patch`` checks and applies all rewrites, an
 eager step refreshes them, and ``unpatch`` undoes them, each in one loop over the modules.
@@ -36,7 +36,8 @@ class Rewrite(ABC):
         """Whether the rewrite changes a module."""
 
     def check(self, op: str, name: str, module: Any) -> None:
-        """Raise if a module cannot be changed. ``patch`` calls this before it changes a module."""
+        """Raise if a module cannot be changed. ``patch`` calls this method before ``patch`` changes
+        a module."""
         return None
 
     @abstractmethod

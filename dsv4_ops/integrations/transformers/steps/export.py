@@ -38,7 +38,8 @@ class DecodeModule(nn.Module):
 
     Args:
         model: A patched model.
-        cache: A cache with the sizes of the package. Its RoPE tables become part of the module.
+        cache: A cache with the sizes of the package. The RoPE tables of the cache become part of
+            the module.
         state_rings: See ``decode_step``.
     """
 

@@ -111,7 +111,8 @@ class MlaModelSpec(ModelSpec):
     def of(
         cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution
     ) -> MlaModelSpec:
-        """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
+        """Build the spec of ``config``; raise an error of ``op`` if the family does not support
+        ``config``."""
         Checks(op).one_of("kv", kv, *cls.layout_of_kv, belongs_to="the cache shall hold")
         layout, dtype = cls.layout_of_kv[kv]
         _check_sizes(op, config, kv, layout)

@@ -122,7 +122,7 @@ FUSED_ON = ("cuda",)
 
 
 class Carried(NamedTuple):
-    """The streams between two layers, and a block's output that is not added to them yet.
+    """The streams between two layers, and a block's output that is not added to these streams yet.
 
     The next layer adds the output in the kernel that reads the streams. The attributes are
     arguments of ``hyper_connection``.

@@ -134,7 +134,8 @@ def _last_states(
 
 
 def _is_ring(blocks: Tensor, table: Tensor) -> int:
-    """Return 1 if a row has fewer blocks than its table has columns, else 0, without a guard."""
+    """Return 1 if a row has fewer blocks than its table has columns, else 0. Add no guard to a
+    trace."""
     # not torch.sym_min, which Dynamo of torch 2.11 refuses for constants
     return min(table.shape[1] - blocks.shape[0] // table.shape[0], 1)
 

@@ -100,7 +100,8 @@ class DeepseekV4Spec(RingSpec):
     def of(
         cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution
     ) -> DeepseekV4Spec:
-        """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
+        """Build the spec of ``config``; raise an error of ``op`` if the family does not support
+        ``config``."""
         batch_invariant, impl, plan, parallel, query = execution
         if query is not None:
             raise argument_error(
@@ -247,7 +248,8 @@ class DeepseekV4Spec(RingSpec):
         return self.build_ring_step(layers, step, cache, heads)
 
     def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
-        """Return the spec for a step, with a library's schedules if the layers can use them."""
+        """Return the spec for a step, with a library's schedules if the layers can use such
+        schedules."""
         layers = self.step_layers
         if layers.sm_parts and schedule != "decode":
             return self.layers
