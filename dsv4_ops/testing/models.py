@@ -222,7 +222,7 @@ def small_dsa_config(family: str = "V3.2", **changed: Any) -> Any:
 
     Args:
         family: "V3.2" for ``DeepseekV32Config``, or "GLM-5" for ``GlmMoeDsaConfig``, whose second
-            layer shares the selection of the first.
+            layer shares the selection of the first layer.
         changed: Fields of the configuration to override.
 
     Raises:

@@ -162,8 +162,8 @@ def _sign(function: Any, kinds: dict[str, Any], returned: Any) -> None:
 def apply_rope_kernel(
     dtype: torch.dtype, dim: int, rope: int, inverse: bool, capability: int
 ) -> Kernel:
-    """Return the kernel of ``apply_rope``. Its parameters are x, positions, cos_sin_cache, rows per
-    token, rows of the table, and out. It needs one block per row."""
+    """Return the kernel of ``apply_rope``. The parameters are x, positions, cos_sin_cache, rows per
+    token, rows of the table, and out. The kernel needs one block per row."""
     from dsv4_ops.integrations.tensorrt.kernels import apply_rope_kernel as kernel
 
     options = {"DIM": dim, "ROPE": rope, "INVERSE": inverse, "num_warps": 1}
@@ -172,9 +172,9 @@ def apply_rope_kernel(
 
 
 def combine_kernel(settings: dict[str, int], capability: int) -> Kernel:
-    """Return the kernel of ``combine_topk_swa_indices``. Its parameters are the op's tensors, the
-    columns of topk_indices, the number of requests, and both results. It needs one block per
-    token."""
+    """Return the kernel of ``combine_topk_swa_indices``. The parameters are the op's tensors, the
+    columns of topk_indices, the number of requests, and both results. The kernel needs one block
+    per token."""
     from dsv4_ops.integrations.tensorrt.kernels import combine_topk_swa_kernel as kernel
 
     integer, long = torch.int32, torch.int64
@@ -211,9 +211,9 @@ def logits_options(
 def logits_kernel(
     dtype: torch.dtype, num_heads: int, dim: int, settings: dict[str, int], capability: int
 ) -> Kernel:
-    """Return the kernel of ``indexer_logits``. Its parameters are the op's tensors except for the
+    """Return the kernel of ``indexer_logits``. The parameters are the op's tensors except for the
     schedule, the number of requests, the columns of block_table, the blocks of k_cache, and the
-    scores. It needs one block per token and ``LOGITS_ROWS`` rows."""
+    scores. The kernel needs one block per token and ``LOGITS_ROWS`` rows."""
     from dsv4_ops.integrations.tensorrt.kernels import indexer_logits_kernel as kernel
 
     integers = (torch.int32,) * 3

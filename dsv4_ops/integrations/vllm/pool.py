@@ -81,7 +81,7 @@ def pooled(
 
 
 class CompiledParts:
-    """Parts of steps, each compiled once for all sizes.
+    """Parts of steps. A part is compiled once for all sizes.
 
     Args:
         backend: Backend of ``torch.compile``.

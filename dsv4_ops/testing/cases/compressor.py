@@ -314,7 +314,7 @@ def _spoiled(place: int, value: float) -> Tensor:
 def _tokens(draw: Draw, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
     """Sample requests and their tokens. Most requests end at or next to the end of a window.
 
-    Some requests are empty, some tokens are padding or adversarial.
+    Some requests are empty, and some tokens are padding or adversarial.
     """
     positions: list[int] = []
     requests: list[int] = []

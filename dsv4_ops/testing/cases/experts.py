@@ -325,7 +325,7 @@ def _grouped_cases() -> list[Case]:
     one = {**two, "num_groups": 1, "top_k": 1}
     nan, least = torch.tensor([[NAN, 0.0, 0.0, 0.0]]), torch.full((1, 4), -INF)
     return [
-        # the first group has the sum 0.5 + 1.5, the second 1.25 + 1.25
+        # the first group has the sum 0.5 + 1.5, the second group has 1.25 + 1.25
         Case("groups", (half, bias), {**two, "top_k": 1}, ([[2]], [[2.5]])),
         Case("one group", (half, bias), one, ([[1]], [[2.5]])),
         Case("no sum", (half, bias), {**one, "normalize": False}, ([[1]], [[1.25]])),

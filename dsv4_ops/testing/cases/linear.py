@@ -24,8 +24,8 @@ _HUGGING_FACE = {"block": 32, "scale": "float32", "min_amax": 1e-12, "scale_layo
 
 
 def _rows_case(name: str, settings: dict[str, Any], codes: Any, scales: Any) -> Case:
-    """Make a row of three blocks of 128 values. The first block has 3 and -0.3, the second only
-    values below ``min_amax``, and the third 900."""
+    """Make a row of three blocks of 128 values. The first block has 3 and -0.3, the second block
+    has only values below ``min_amax``, and the third block has 900."""
     x = torch.zeros(1, 384, dtype=torch.bfloat16)
     x[0, 0], x[0, 1], x[0, 128], x[0, 256] = 3.0, -0.3, 2.0**-43, 900.0
     row = [0.0] * 384

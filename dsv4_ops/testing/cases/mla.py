@@ -555,8 +555,8 @@ def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _tokens(
     draw: Draw, reqs: list[tuple[int, int]], min_size: int
 ) -> tuple[list[int], list[int], Tensor]:
-    """Sample lengths and requests of tokens, and the starts of requests. Some tokens are padding,
-    or have invalid requests or lengths."""
+    """Sample the length and the request of each token, and the start of each request. Some tokens
+    are padding, or have invalid requests or lengths."""
     lens, requests, starts = [], [], [0]
     for request, (query, length) in enumerate(reqs):
         lens += [length - query + token + 1 for token in range(query)]

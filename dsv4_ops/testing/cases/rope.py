@@ -65,7 +65,8 @@ def _rope_cases() -> list[Case]:
             _rope(rope_first=True),
             ([[5, 1, 2], [-1, 5, 2]],),
         ),
-        # (3, 5) rotate by the first angle, a quarter turn, and (4, 6) by the second, half a turn
+        # (3, 5) rotate by the first angle (a quarter turn), and (4, 6) by the second angle (half a
+        # turn)
         Case(
             "halves",
             (four, i64([0]), turns),

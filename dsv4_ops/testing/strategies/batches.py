@@ -59,7 +59,8 @@ def lengths(draw: Draw) -> int:
 
 
 def requests(draw: Draw, *, min_size: int = 0, max_query: int = 9) -> list[tuple[int, int]]:
-    """Sample (query length, sequence length) of requests, some empty, padding or too short."""
+    """Sample (query length, sequence length) of requests. Some requests are empty, padding or too
+    short."""
     kinds = draw.st.sampled_from(("decode", "decode", "short", "padding", "empty", "too short"))
     result = []
     for kind in draw(draw.st.lists(kinds, min_size=min_size, max_size=12)):

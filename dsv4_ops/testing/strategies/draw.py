@@ -27,7 +27,7 @@ class Draw:
         return self._draw(strategy)
 
     def one_of(self, *values: T) -> T:
-        """Draw one of ``values``; hypothesis shrinks to the first."""
+        """Draw one of ``values``; hypothesis shrinks to the first value."""
         value: T = self._draw(self.st.sampled_from(values))
         return value
 

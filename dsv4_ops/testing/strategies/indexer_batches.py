@@ -100,7 +100,7 @@ def paged_calls(draw: Draw, *, settings: dict[str, Any], min_size: int) -> Paged
 
 
 def _some_rows(draw: Draw, num_blocks: int, block_size: int) -> list[int]:
-    """Sample rows of a cache, most of which are at the start of a block."""
+    """Sample rows of a cache. Most rows are at the start of a block."""
     pages = draw.st.integers(0, num_blocks - 1)
     rows = draw.st.tuples(pages, draw.st.sampled_from((0, 1, 2, 3, block_size - 1)))
     sampled = draw(draw.st.lists(rows, max_size=4))

@@ -1,4 +1,4 @@
-"""Model families: each translates its configuration and runs its layers.
+"""Model families. A family translates the configuration of a model and runs the model's layers.
 
 ``base.ModelSpec`` is the interface of a family; ``spec_of_config`` selects the family of a
 configuration. To add a family, subclass ``ModelSpec`` and name the subclass in ``FAMILIES``.

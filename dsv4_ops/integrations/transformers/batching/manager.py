@@ -107,8 +107,8 @@ class StepModel:
         cache: BatchCache,
         **_: Any,
     ) -> SimpleNamespace:
-        """Return the logits of the tokens in ``logits_to_keep``, each the last token of its
-        request."""
+        """Return the logits of the tokens in ``logits_to_keep``, which are the last tokens of
+        requests."""
         starts = cu_seq_lens_q.to(torch.int32)
         ends = starts[1:]
         last = (ends - 1).clamp(min=0).to(torch.int64)

@@ -205,7 +205,7 @@ def _has_other_ranks() -> bool:
 
 
 def takes(model: Any, call: Call) -> bool:
-    """Whether our loop decodes a call; otherwise Hugging Face's loop does.
+    """Whether our loop decodes a call; otherwise Hugging Face's loop decodes the call.
 
     The call may use only ``PROCESSORS`` and ``CRITERIA``, and may return only sequences. The model
     must have Hugging Face's own methods, and no other rank may share the cache.

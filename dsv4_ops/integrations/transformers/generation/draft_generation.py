@@ -245,7 +245,7 @@ class _Run:
 
 
 def _texts(run: _Run, prompts: list[Tensor], most: int, config: Any) -> list[list[int]]:
-    """Return at most ``most`` new tokens per prompt, the last of which may end the text."""
+    """Return at most ``most`` new tokens per prompt. The last new token may end the text."""
     ends = config._eos_token_tensor
     stops = set() if ends is None else set(ends.flatten().tolist())
     step = _prefilled(run, prompts)

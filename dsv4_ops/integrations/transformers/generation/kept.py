@@ -167,7 +167,7 @@ class KeptCache:
         found = self.steps.pop(key, None)
         if found is None:
             decodes = tokens is None
-            if decodes not in self.pools:  # graphs share a pool, as only one runs at a time
+            if decodes not in self.pools:  # graphs share a pool, as only one graph runs at a time
                 self.pools[decodes] = pool_of(self.cache.device)
             found = KeptStep(step, self.cache.tensors, rows, tokens, self.pools[decodes])
         found.begin()

@@ -138,8 +138,8 @@ def speculate(
     run: Runner = run_part,
     shared: bool = False,
 ) -> SpeculativeStep:
-    """Run ``speculative_step`` in parts, each by ``run``. For ``shared``, see ``decode``. No part
-    depends on the number of drafts or on the sampling."""
+    """Run ``speculative_step`` in parts. ``run`` runs each part. For ``shared``, see ``decode``. No
+    part depends on the number of drafts or on the sampling."""
     op = "speculative_step"
     spec, tensors, width = _checked(op, model, batch, cache, shared)
     num_reqs, num_drafts = batch.rows.shape[0], width - 1

@@ -80,7 +80,7 @@ def decode_step(
         CUDA graph; ``torch.export`` works too (``export_decode``). ``patch`` adds buffers that
         share the weights' memory. If weights are replaced later (``weight.data = other``,
         ``load_state_dict(assign=True)``), a graph does not update these buffers; a step of
-        ``compile_step`` does.
+        ``compile_step`` updates them.
     """
     return decode(model, batch, cache, state_rings=state_rings)
 
@@ -94,7 +94,7 @@ def decode(
     run: Runner = run_part,
     shared: bool = False,
 ) -> Tensor:
-    """Run ``decode_step`` in parts, each by ``run``. ``shared`` says that the buffers that
+    """Run ``decode_step`` in parts. ``run`` runs each part. ``shared`` says that the buffers that
     ``patch`` added still share the weights' memory."""
     hidden = _run("decode_step", model, batch, cache, "decode", state_rings, run, shared)
     return run("head", model.lm_head, hidden)
@@ -132,7 +132,7 @@ def prefill(
     run: Runner = run_part,
     shared: bool = False,
 ) -> Tensor:
-    """Run ``prefill_step`` in parts, each by ``run``. For ``shared``, see ``decode``."""
+    """Run ``prefill_step`` in parts. ``run`` runs each part. For ``shared``, see ``decode``."""
     hidden = _run("prefill_step", model, batch, cache, "prefill", True, run, shared, last=True)
     return run("head", model.lm_head, hidden)
 
