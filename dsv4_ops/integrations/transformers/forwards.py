@@ -94,7 +94,7 @@ def model_forward(spec: ModelSpec, score: bool, before: Forward) -> Forward:
                 spec, shape, input_ids, attention_mask, position_ids, cache, vocab_size
             )
             ids, embeddings = padded.take(input_ids), padded.take(inputs_embeds)
-            several = bool(shape[1] > 1)  # adds a guard if the length is symbolic
+            several = bool(shape[1] > 1)  # adds a guard for a symbolic length
             schedule = "prefill" if several else "decode"
             states: list[Tensor] = []
             returns_states = rest.get("output_hidden_states")
@@ -128,7 +128,7 @@ def _own_cache(
             kind=NotImplementedError,
         )
     batch, length, device = 1, 1, body.device
-    if isinstance(inputs, Tensor) and inputs.dim() > 1:  # otherwise the step raises an error
+    if isinstance(inputs, Tensor) and inputs.dim() > 1:  # the step raises for other inputs
         batch, length, device = *(max(size, 1) for size in inputs.shape[:2]), inputs.device
     return PagedCache(
         body.config,

@@ -83,7 +83,7 @@ class DeepseekForCausalLM(nn.Module):
                 self.path, config=self.config, dtype=self.dtype, **place
             )
             if self.dtype == torch.float32 and device.type != "cpu":
-                # the default implementation reads values on the host
+                # the default implementation of experts reads values on the host
                 model.set_experts_implementation("batched_mm")
         else:
             model = load_quantized(self.path, config=self.config, **place)

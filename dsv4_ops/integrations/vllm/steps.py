@@ -208,8 +208,8 @@ class V4Family:
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """Whether a token may read states that another request saves in the same step.
 
-        Shared prefixes end where a block ends. After a prefix, the token that completes the first
-        window of a compressor is the first token that reads states of the prefix.
+        Shared prefixes end at the end of a block. After a prefix, the token that completes the
+        first window of a compressor is the first token that reads states of the prefix.
         """
         return schedule == "prefill" or decode_tokens >= self.spec.layers.attention.c4_ratio
 

@@ -366,7 +366,7 @@ class ModelSpec(ABC):
         refresh(op, body, [one for one in rewrites if one.copies_weights or not copies_only])
 
     def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
-        """Raise if an attribute of a layer's attention is not what steps assume."""
+        """Raise if an attribute of a layer's attention has a value that steps do not support."""
         return None
 
     @abstractmethod

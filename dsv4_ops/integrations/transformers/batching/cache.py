@@ -89,7 +89,8 @@ class BatchCache:
         return self.paged.lacking_blocks(request_id, past + query)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """Return how many requests, from the first on, the free blocks can store together."""
+        """Return the number of requests, counted from the first, that the free blocks can store
+        together."""
         free = self.paged.num_free_blocks
         for count, needed in enumerate(list_blocks_needed):
             free -= sum(needed.values())

@@ -286,7 +286,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             self._store_table(request)
 
     def lacking_blocks(self, request: Hashable, num_tokens: int) -> int:
-        """Return how many blocks ``reserve`` would take, or ``add`` for a new request."""
+        """Return the number of blocks that ``reserve`` would take, or that ``add`` would take for a
+        new request."""
         new = not has(self._pool.blocks, "lacking_blocks", request)
         owned = 0 if new else len(self._pool.blocks[request])
         return max(self._blocks("lacking_blocks", num_tokens) - owned, 0)

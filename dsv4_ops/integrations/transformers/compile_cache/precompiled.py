@@ -115,7 +115,7 @@ class Watch:
 
     def add_tensor(self, tensor: Tensor, form: tuple[Any, ...]) -> None:
         """Record dtype, device, shape and strides of a tensor, because a program that replaces the
-        data can change them."""
+        data can change these properties."""
         self._tensors[id(tensor)] = (tensor, form)
 
     def unchanged(self) -> bool:

@@ -285,7 +285,7 @@ class Texts:
         self.padded = self.ended.clone()
         self.seq_lens = self.cache.seq_lens[:batch].clone()
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self._rows = self._starts[:-1].clone()  # inputs that share memory would need another graph
+        self._rows = self._starts[:-1].clone()  # a copy: shared memory would need another graph
 
     def extend(
         self, step: Step, logits: Tensor, streamer: Any = None, *, captures: bool = False

@@ -21,8 +21,8 @@ _POSITIONS = (torch.int64, torch.int32)
 def chunks(
     prompts: Sequence[Tensor], most: int, device: torch.device
 ) -> Iterator[tuple[StepBatch, list[int]]]:
-    """Yield steps of at most ``most`` tokens per prompt. With each step, yield the length of the
-    part of each prompt that has run after the step.
+    """Yield steps of at most ``most`` tokens per prompt. With each step, yield the number of tokens
+    of each prompt that have run after this step.
 
     The chunks are the chunks of prompts with padding on the left: all prompts end in the last step,
     and a short prompt begins in a later step.

@@ -43,7 +43,7 @@ class StepModules(Protocol):
         """Names and modules of an attention layer that steps do not call."""
 
     def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
-        """Raise if an attribute of an attention layer is not what steps assume."""
+        """Raise if an attribute of an attention layer has a value that steps do not support."""
 
 
 def check_layers(op: str, kinds: tuple[str, ...], body: Any) -> None:

@@ -200,7 +200,7 @@ def dense_weight(linear: Any, weight: Tensor) -> Tensor:
     if quantized_weights(linear) != QUANTIZED_LINEAR:
         return weight
     if not torch.compiler.is_compiling():
-        share_scales(linear)  # the loop over modules may visit this layer only later
+        share_scales(linear)  # the loop over modules may not have visited this layer yet
     rows, scale = getattr(linear, _CODES, weight), getattr(linear, _buffer("weight"))
     values: Tensor = weight_values(rows, scale)[: weight.shape[0]]
     return values

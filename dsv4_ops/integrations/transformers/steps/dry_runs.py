@@ -131,7 +131,7 @@ class DryRuns:
 
         try:
             self._run(model, cache, num_tokens, num_reqs, rest, requests(noted))
-        except Exception as error:  # for example, experts read values; launches compile the rest
+        except Exception as error:  # launches compile the other kernels
             _log.info("not all kernels of a step were requested: %s", error)
         else:
             self._marks.append(mark)

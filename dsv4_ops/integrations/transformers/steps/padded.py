@@ -139,7 +139,8 @@ def padded_step(
 def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
     """Whether rows can continue at positions ``first`` [batch, 1].
 
-    A row may not skip positions, and no ring may have overwritten what the next token reads.
+    A row may not skip positions, and no ring may have overwritten keys or states that the next
+    token reads.
     """
     before = cache.seq_lens[: first.shape[0], None].to(torch.int64)
     return (first == before) | ((first < before) & spec.can_go_back(first, cache))
@@ -252,7 +253,7 @@ def check_inputs(
     if embeddings is not None:
         sizes = ("batch_size", "sequence_length", config.hidden_size)
         own, dtype = body.get_input_embeddings(), getattr(embeddings, "dtype", torch.float32)
-        # a replaced module, a hook or autocast can change the dtype that layers compute in
+        # a replaced module, a hook or autocast can change the dtype in which layers compute
         plain = type(own) is nn.Embedding and not own._forward_hooks and "forward" not in vars(own)
         if plain and not torch.is_autocast_enabled(own.weight.device.type):
             dtype = own.weight.dtype

@@ -150,7 +150,7 @@ class Carried(NamedTuple):
 
 def can_carry(recipe: Recipe, layers: Any, streams: Tensor, context: Any) -> bool:
     """Whether all layers take and return ``Carried``; False with hooks, which need tensors."""
-    replaced = recipe.streams_float32 and recipe.norms_float32  # by _layer_of_float32_norms
+    replaced = recipe.streams_float32 and recipe.norms_float32  # see _layer_of_float32_norms
     return (
         replaced
         and not has_global_hooks()

@@ -402,7 +402,7 @@ class OutputGroups(Rewrite):
         return iter(())
 
     def restore(self, module: Any) -> None:
-        """Set the number of groups over all ranks again."""
+        """Restore the number of groups over all ranks."""
         self._set(module, module.config.o_groups)
 
     def _set(self, module: Any, count: int) -> None:
