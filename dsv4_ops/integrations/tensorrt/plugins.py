@@ -79,7 +79,7 @@ def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str,
         raise argument_error(
             op,
             "torch_tensorrt",
-            must="have plugins and Triton beside it",
+            must="have plugins, and Triton must be installed",
             got=str(error),
             do="Install torch-tensorrt 2.13 or later",
             kind=ImportError,

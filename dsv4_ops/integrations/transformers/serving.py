@@ -265,7 +265,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
                     "MODEL",
                     must="have a tokenizer",
                     got=f"{self.path}, whose tokenizer does not load",
-                    do="Save one there by tokenizer.save_pretrained",
+                    do="Save a tokenizer there by tokenizer.save_pretrained",
                 ) from error
 
         return checked

@@ -502,7 +502,7 @@ def _check_shared(group: GroupTensors, wanted: GroupTensors, name: str) -> None:
             "DeepseekForCausalLM",
             name,
             must="share a block table with the other layers of its kind",
-            got="one of its own",
+            got="a block table of its own",
             do="Report the layers of the model, and the release of vLLM",
             kind=NotImplementedError,
         )

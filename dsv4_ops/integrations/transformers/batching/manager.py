@@ -320,7 +320,7 @@ def _default_blocks(model: Any, config: Any, rows: int, length: int, chunk: int)
             "max_requests_per_batch",
             must=f"be small enough for {free} bytes of the GPU's free memory",
             got=f"{rows}, whose rows take {one} bytes",
-            do="Pass fewer, or fewer max_batch_tokens",
+            do="Pass fewer requests, or fewer max_batch_tokens",
         )
     return blocks
 
@@ -343,7 +343,7 @@ def _check_settings(generation_config: Any) -> None:
                 f"generation_config.{name}",
                 must=f"be {neutral} or None in continuous batching",
                 got=value,
-                do="Call generate, which has it",
+                do="Call generate, which has this setting",
                 kind=NotImplementedError,
             )
 
@@ -363,7 +363,7 @@ def _check_config(model: Any, config: Any) -> None:
                 name,
                 must=f"{rule} with a patched model",
                 got=value,
-                do="Leave it out: a request without blocks runs its prompt again",
+                do="Leave out this setting: a request without blocks runs its prompt again",
                 kind=NotImplementedError,
             )
     if spec.parallel is not None or getattr(model, "_device_mesh", None) is not None:

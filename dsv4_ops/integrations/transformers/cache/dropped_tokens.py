@@ -144,7 +144,7 @@ def _check_request(
             name,
             must=f"count the {count} tokens that request {request} has in the step",
             got=length,
-            do="Pass the tokens of every request, those of the step included",
+            do="Pass the tokens of every request, including the tokens of the step",
         )
     most = longest_request(cache)
     if length > most:

@@ -474,7 +474,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
                 "PagedCache",
                 "crop",
                 must="be called on a cache that keeps every key",
-                got="one that overwrites old window keys and compressor states",
+                got="a cache that overwrites old window keys and compressor states",
                 do="To take back drafts, make the cache with next_n = 1 + their number and pass "
                 "position_ids from the first rejected one; to begin anew, call reset",
                 kind=NotImplementedError,

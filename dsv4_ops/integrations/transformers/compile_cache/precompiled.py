@@ -634,7 +634,7 @@ class PartsFile:
                 caches = file.read(self._CACHES) if self._CACHES in names else None
                 parts = {n: file.read(n) for n in names if n.startswith(self._prefix)}
         except (zipfile.BadZipFile, zlib.error) as error:
-            _log.warning("%s is damaged, and is written anew: %s", self._path, error)
+            _log.warning("%s is damaged, and a new file replaces it: %s", self._path, error)
             return
         self.caches, self._parts = caches, parts
         kernel_files.put(

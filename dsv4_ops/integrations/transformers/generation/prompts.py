@@ -214,9 +214,9 @@ def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
     raise argument_error(
         _OP,
         MASK,
-        must="be given where prompts hold pad_token_id and the cache has another text",
+        must="be given if prompts contain pad_token_id and the cache has another text",
         got=None,
-        do="Pass 1 for every token, those of the cache included, and 0 for padding",
+        do="Pass 1 for every token, including the tokens of the cache, and 0 for padding",
     )
 
 
@@ -245,7 +245,7 @@ def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
             MASK,
             must="have more tokens than the cache in every row",
             got=f"{int(is_token[row].sum())} of {int(lengths[row])} in row {row}",
-            do="Pass all tokens, those of the cache included, or call cache.reset() to begin anew",
+            do="Pass all tokens, including those of the cache, or call cache.reset() first",
         )
     if earliest < columns_before:
         row = int(first.argmin())

@@ -139,7 +139,7 @@ class DraftReader:
             raise argument_error(
                 self.op,
                 f"{self.prefix}{name}",
-                must="be quantised, as it is in the model's layers",
+                must="be quantised, as the same weight in the model's layers is",
                 got="no codes",
                 do="Load a model whose layers are not quantised, or the model's own checkpoint",
                 kind=NotImplementedError,

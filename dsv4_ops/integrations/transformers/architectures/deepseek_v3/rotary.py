@@ -59,7 +59,7 @@ def rotary_of(op: str, config: Any) -> Rotary:
             "config.rope_parameters['rope_type']",
             must="be " + " or ".join(map(repr, _KNOWN)),
             got=repr(rope_type),
-            do="Other types depend on the length",
+            do="Other RoPE types depend on the length of a request",
             kind=NotImplementedError,
         )
     classes, prefix = modelling(config.model_type)
@@ -117,7 +117,7 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
             name,
             must="be that of config.rope_parameters",
             got="one of other frequencies or another scaling",
-            do="Make the model from it",
+            do="Make the model from this configuration",
         )
 
 

@@ -447,7 +447,7 @@ class MlaModelSpec(ModelSpec):
                 f"{name}.scaling",
                 must=f"be {self.layers.softmax_scale}, as config.rope_parameters has it",
                 got=attention.scaling,
-                do="Make the model from it",
+                do="Make the model from this configuration",
             )
 
 

@@ -93,7 +93,7 @@ class DsaModelSpec(MlaModelSpec):
                 "config.indexer_types",
                 must="begin with 'full'",
                 got="'shared'",
-                do="A layer needs an indexer before it, or its own",
+                do="A layer needs an indexer of its own, or an earlier layer with an indexer",
             )
 
     @classmethod
@@ -211,9 +211,9 @@ class DsaModelSpec(MlaModelSpec):
                 raise argument_error(
                     op,
                     name,
-                    must="be whole on every rank, as each selects with all of its heads",
+                    must="be whole on every rank, as each rank selects with all heads",
                     got="split parameters",
-                    do="Split the model with a plan that leaves it out",
+                    do="Split the model with a plan that leaves out the indexer",
                     kind=NotImplementedError,
                 )
 
@@ -235,7 +235,7 @@ class DsaModelSpec(MlaModelSpec):
                 f"{name}.indexer.index_topk",
                 must=f"be {topk}, as config.index_topk has it",
                 got=indexer.index_topk,
-                do="Set config.index_topk, and make the model from it",
+                do="Set config.index_topk, and make the model from this configuration",
             )
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:

@@ -368,7 +368,7 @@ class DeepseekV4Spec(RingSpec):
             raise argument_error(
                 op,
                 "cache",
-                must="be a PagedCache where ranks split the heads",
+                must="be a PagedCache if ranks split the heads",
                 got="another cache, or none",
                 do="Pass cache=cache",
                 kind=NotImplementedError,
