@@ -269,7 +269,7 @@ def random_weight(
     ranges: Mapping[str, tuple[float, float]],
     num_experts: int,
 ) -> Tensor:
-    """Sample a weight from a uniform distribution, which is bit-identical on all machines.
+    """Sample a weight from a uniform distribution. The weight is bit-identical on all machines.
 
     ``ranges`` has centre and half width for non-matrix weights, by a part of the weight's name."""
     seeded = _generator(name, seed)

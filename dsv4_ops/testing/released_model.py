@@ -1,4 +1,4 @@
-"""Build DeepSeek-V4 of any size in the released precision, with random weights, on the device.
+"""Build DeepSeek-V4 of any size in the released precision, with random weights, on any device.
 
 The build reads and writes no checkpoint, and no temporary allocation exceeds one weight. The 43
 layers of Flash take 145 GiB, which is the size of their codes and scales. A GPU builds these layers

@@ -75,7 +75,7 @@ def patch(
             and V2 have "ds_fp8" too: 656 bytes per row with four scales. V3.2 and GLM-5 call that
             layout "fp8"; indexer keys are in FP8 unless ``kv`` is "fp32".
         precision: "serve" follows DeepSeek's official code where Hugging Face differs from the
-            official code, "reference" follows Hugging Face; or a ``Recipe``.
+            official code, and "reference" follows Hugging Face; or a ``Recipe``.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),
             "flash_mla" or "deep_gemm" (where the library has the op), "reference", or "auto" (the
             fastest on this device). If a library needs a schedule, each step builds the schedule

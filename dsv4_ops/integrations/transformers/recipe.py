@@ -12,8 +12,8 @@ from dsv4_ops.core.checks import Checks
 class Recipe:
     """Which computations follow DeepSeek's official code, and which follow Hugging Face.
 
-    ``Recipe.serve()`` follows the official code, ``Recipe.reference()`` follows Hugging Face. In a
-    float32 model, only ``shared_expert_clamp`` makes a difference. V3 and V2 read only
+    ``Recipe.serve()`` follows the official code, and ``Recipe.reference()`` follows Hugging Face.
+    In a float32 model, only ``shared_expert_clamp`` makes a difference. V3 and V2 read only
     ``norms_float32``, ``rope_float32``, ``logits_float32`` and, for experts in bf16 on a GPU,
     ``swiglu_float32``.
 
@@ -21,10 +21,10 @@ class Recipe:
     weights. In such models, SwiGLU is always in float32.
 
     Three other differences have no field. The official code multiplies by an expert's routing
-    weight before the last projection, Hugging Face after the projection. The official code
-    simulates FP4 in the indexer; we use FP8 there with ``kv="fp8"``, and do not quantise otherwise.
-    Hugging Face quantises the activations of FP4 experts in blocks of 32; we keep these activations
-    in bf16, or use the official blocks of 128.
+    weight before the last projection, and Hugging Face multiplies after this projection. The
+    official code simulates FP4 in the indexer; we use FP8 in the indexer with ``kv="fp8"``, and do
+    not quantise otherwise. Hugging Face quantises the activations of FP4 experts in blocks of 32;
+    we keep these activations in bf16, or use the official blocks of 128.
 
     Args:
         norms_float32: Multiply by a norm's weight in float32 and round once, as Hugging Face does

@@ -99,14 +99,15 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         host: Address to listen at.
         port: Port to listen at; 0 takes a free port.
         quantized: Whether ``load_quantized`` loads the model; ``path`` must then be a folder.
-        device: Device of the model; None takes a GPU if the machine has one.
+        device: Device of the model; None takes a GPU if the machine has a GPU.
         dtype: Dtype of the model; "auto" takes the dtype of the files.
         kv: See ``patch``.
         precision: See ``patch``.
         max_cache_len: Maximum tokens of a request, including its prompt.
         max_requests: Maximum requests of a step, and number of rows of the cache.
         max_batch_tokens: Maximum tokens of a step.
-        num_blocks: Blocks of the cache; None takes enough for all rows, or as many as fit on a GPU.
+        num_blocks: Blocks of the cache; None takes enough blocks for all rows, or as many blocks as
+            fit on a GPU.
         max_queue: Maximum requests that wait or run; the server refuses more.
         compile: Backend of ``torch.compile`` for the steps, or None.
         on_progress: Function that gets a line of text about each part of the start.
@@ -654,8 +655,8 @@ def _merged(answers: list[Any]) -> Any:
 
 
 def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a request with a temperature sample. Hugging Face reads the temperature only if the
-    model's generation config samples."""
+    """Turn on sampling for a request with a temperature. Hugging Face reads the temperature only if
+    the model's generation config samples."""
 
     def config_of(body: Any, *args: Any, **rest: Any) -> Any:
         config = build(body, *args, **rest)

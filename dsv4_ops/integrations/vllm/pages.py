@@ -139,7 +139,8 @@ class Pages(nn.Module, AttentionLayerBase):
 
 
 def kv_cache_spec(cache: CacheSpec) -> Any:
-    """Return vLLM's spec for a cache. Blocks have the same size as ours, including padding."""
+    """Return vLLM's spec for a cache. vLLM's blocks have the size of our blocks, including
+    padding."""
     layout = cache.layout
     values: dict[str, Any] = {
         "block_size": cache.block_tokens,

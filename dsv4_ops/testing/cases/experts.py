@@ -304,7 +304,7 @@ def _route_precise(
             listed = table[word].tolist() if 0 <= word < len(table) else [-1] * top_k
             ids.append([expert if 0 <= expert < len(row) else -1 for expert in listed])
             continue
-        scores = (torch.tensor(row).exp().log1p()).sqrt()  # in float32, as the op compares them
+        scores = (torch.tensor(row).exp().log1p()).sqrt()  # in float32, as in the op
         ranked = scores if bias is None else scores + bias.cpu()
         values = [-math.inf if math.isnan(value) else value for value in ranked.tolist()]
         ids.append(sorted(range(len(row)), key=lambda expert: (-values[expert], expert))[:top_k])
@@ -368,7 +368,7 @@ def _grouped_precise(
     groups, num_kept = settings["num_groups"], settings["kept_groups"]
     size, ids = logits.shape[1] // groups, []
     for row in logits.tolist():
-        scores = torch.tensor(row).sigmoid()  # in float32, as the op compares them
+        scores = torch.tensor(row).sigmoid()  # in float32, as in the op
         biased = scores if bias is None else scores + bias.cpu()
         values = [-INF if math.isnan(value) else value for value in biased.tolist()]
         sums = [

@@ -60,8 +60,8 @@ class Paged(NamedTuple):
 
 def in_rows(case: Case, next_n: int, mixed: bool) -> Case:
     """Return the call with positions or lengths [num_reqs, next_n]. The row of a request has the
-    request's first tokens and padding. With ``mixed``, rows have tokens of all requests,
-    repeatedly."""
+    request's first tokens and padding. With ``mixed``, rows have tokens of all requests, and tokens
+    may occur several times."""
     q, weights, cache, places, req_indices, table = (
         each for each in case.tensors if each is not None
     )

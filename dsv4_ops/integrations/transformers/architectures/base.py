@@ -80,7 +80,7 @@ one kind, for example."""
 
 
 def run_part(_: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
-    """Call the function: the ``Runner`` of eager steps."""
+    """Call the function. Eager steps use this ``Runner``."""
     return function(*args, **rest)
 
 

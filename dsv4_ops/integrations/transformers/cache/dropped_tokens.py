@@ -30,7 +30,7 @@ def longest_request(cache: CacheTensors) -> int:
 
 
 def count_dropped(cache: CacheTensors, counts: Tensor, is_stored: Tensor) -> None:
-    """Add the tokens that a step did not store to the cache's counter.
+    """Count the tokens that a step did not store, in the cache's counter.
 
     The sum of ``counts`` is the number of the step's tokens; ``is_stored`` has one value per token.
     """

@@ -592,7 +592,8 @@ def _names_hash(name: str) -> str:
 
 
 class PartsFile:
-    """A file of compiled parts, and of the entries of torch's caches that other parts need.
+    """A file of compiled parts, and of entries of torch's caches. A compile of other parts reads
+    these entries.
 
     Args:
         path: The file.

@@ -136,7 +136,7 @@ class DraftDecoding:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        **rest: Any,  # has the mask: Hugging Face passes a parameter for the mask twice
+        **rest: Any,  # a parameter for the mask would get two values
     ) -> Tensor:
         """Return prompts and new tokens, padded on the right, [batch, length]."""
         cache = rest.get(cache_argument())

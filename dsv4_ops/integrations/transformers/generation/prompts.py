@@ -26,7 +26,7 @@ _COUNTS = (
     "prefill_chunk_size",
     "prompt_lookup_num_tokens",
 )
-"""Settings with which our hooks calculate."""
+"""Settings that our hooks use in calculations."""
 
 
 def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
@@ -221,8 +221,8 @@ def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
 
 
 def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
-    """Return the first column that ``generate`` must compute; raise if a row cannot continue
-    there."""
+    """Return the first column that ``generate`` must compute; raise if a row cannot continue at
+    this column."""
     lengths = cache.seq_lens[: mask.shape[0], None].to(mask.device)
     is_token = mask != 0
     new = is_token & (is_token.cumsum(1) > lengths)

@@ -87,8 +87,9 @@ def speculative_step(
     Returns:
         The new tokens and the next step.
 
-    Mutates: the caches, at the positions of the step and of the drafts. A draft that cannot be
-        stored does not count as dropped; a token of the step does, as in ``decode_step``.
+    Mutates: the caches, at the positions of the step and of the drafts. A draft that the cache
+        cannot store does not count as dropped. A token of the step that the cache cannot store
+        counts as dropped, as in ``decode_step``.
 
     Raises:
         ValueError, TypeError: see ``decode_step``; also if the model has no draft layer, or the

@@ -66,7 +66,8 @@ class FusedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return float32 outputs for plain layers, outputs in the dtype of ``x`` for FP8 layers."""
+        """Return float32 outputs for plain layers, and outputs in the dtype of ``x`` for FP8
+        layers."""
         if self.scale is None:
             return linear_float32(x, self.weight)
         rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])

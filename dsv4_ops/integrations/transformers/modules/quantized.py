@@ -339,7 +339,7 @@ def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, i
 
 
 def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """Multiply bf16 activations by FP8 weights with torch ops, as adapters need a gradient."""
+    """Multiply bf16 activations by FP8 weights with torch ops, because adapters need a gradient."""
     values = weight_values(weight, scale).unflatten(0, (groups, -1))
     inputs = rows.float().view(-1, groups, rows.shape[-1])
     return torch.einsum("tgk,gnk->tgn", inputs, values).to(rows.dtype)

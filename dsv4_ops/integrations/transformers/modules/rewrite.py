@@ -58,7 +58,7 @@ class Rewrite(ABC):
 
 
 def check(op: str, model: Any, rewrites: Iterable[Rewrite]) -> None:
-    """Raise if any module cannot be changed. Call this before ``apply``."""
+    """Raise if any module cannot be changed. Call this function before ``apply``."""
     rewrites = tuple(rewrites)
     for name, module in model.named_modules():
         for rewrite in rewrites:

@@ -144,7 +144,7 @@ class SplitModules(Rewrite):
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
         """Mark the split modules, and yield forwards for embeddings and blocks of experts."""
-        if module is self.model:  # first, because other rewrites ask who owns the forwards
+        if module is self.model:  # mark all modules before other rewrites check forwards
             for each in filter(self._takes, module.modules()):
                 self._take(each)
         elif class_of(module) == "DeepseekV4SparseMoeBlock":

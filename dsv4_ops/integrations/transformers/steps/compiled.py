@@ -266,8 +266,9 @@ class CompiledStep:
         """Return the parts and the weight addresses that a CUDA graph of this step depends on, or
         None.
 
-        The graph may be replayed while the result stays equal. The call also makes the updates that
-        a step makes outside of graphs. None means that the step has not run yet or keeps no parts.
+        A program may replay the graph while the result of this method stays equal. The call also
+        makes the updates that a step makes outside of graphs. None means that the step has not run
+        yet or keeps no parts.
         """
         if not self.regional:
             return None
@@ -598,7 +599,7 @@ def _parts(cache_file: Path | None, settings: dict[str, Any]) -> PartsFile | Par
 
 
 class _Plan:
-    """The parts of a call in order, and a watch of the objects that the parts depend on."""
+    """The parts of a call in order, and a watch of the objects on which the parts depend."""
 
     def __init__(self, state: Any, watch: Watch, shared: Any = None) -> None:
         self.state, self.watch, self.shared = state, watch, shared

@@ -132,8 +132,8 @@ def export_decode(
 ) -> Path:
     """Compile ``decode_step`` into an AOTInductor package that runs without Python.
 
-    The compilation takes minutes for a large model. Its phases are logged at level INFO, or printed
-    in a terminal.
+    The compilation takes minutes for a large model. The phases of the compilation are logged at
+    level INFO, or printed in a terminal.
 
     Args:
         model: A patched model. Its weights become part of the package.

@@ -76,8 +76,9 @@ def padded_step(
         attention_mask: 0 for padding, in any column, [batch, length or more]. The last ``length``
             columns belong to the inputs. None if there is no padding.
         position_ids: Positions, [batch or 1, length]; negative for padding. Positions of a row are
-            consecutive. The first is the row's length in the cache, or less if the cache still has
-            the states of that position. With None, every row continues at its length.
+            consecutive. The first position is the row's length in the cache, or a smaller position
+            if the cache still has the states of that position. With None, every row continues at
+            its length.
         cache: The cache, whose lengths this call updates.
         vocab_size: Size of the vocabulary.
 

@@ -122,7 +122,8 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
 
 
 class RotaryFrequencies(Rewrite):
-    """Detect changes of the frequencies after ``patch``, because steps read the cache's table.
+    """Detect changes of the frequencies after ``patch``, because steps read the cache's table, not
+    the model's frequencies.
 
     Args:
         rotary: Frequencies of the model.

@@ -257,7 +257,7 @@ class MlaModelSpec(ModelSpec):
         )
 
     def absorbs(self, cache: CacheTensors, num_tokens: int, num_reqs: int) -> bool:
-        """Whether the prefills of a step attend to latents rather than expand their contexts."""
+        """Whether the prefills of a step attend to latents instead of expanded contexts."""
         return statically_known_true(num_tokens < self.layers.break_even * num_reqs)
 
     def chunked(self, cache: CacheTensors, num_reqs: int) -> MlaSpec:

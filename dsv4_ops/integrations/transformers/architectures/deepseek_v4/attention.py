@@ -63,9 +63,9 @@ def attention(
 def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
     """Whether the kernel that groups the input of ``projection`` can also quantise this input.
 
-    The codes are the same as those that ``projection`` computes, except in blocks with amax below
-    1e-4, whose scales are smaller. In a decode step the attention kernel groups the input, and
-    quantising there would not save a pass over the input.
+    The codes equal the codes that ``projection`` computes, except in blocks with amax below 1e-4.
+    In such blocks, the scales are smaller. In a decode step the attention kernel groups the input.
+    To quantise in this kernel would not save a pass over the input.
     """
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16

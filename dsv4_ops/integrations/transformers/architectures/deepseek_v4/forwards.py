@@ -82,7 +82,7 @@ def _fits_sinkhorn(connection: Any) -> bool:
 
 def _grouped_forward(before: Forward) -> Forward:
     """Return a forward that projects in groups. The forward does not reshape a transposed result,
-    because to reshape would fix the number of tokens in a trace."""
+    because a reshape would fix the number of tokens in a trace."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dim() != 3 or not has_plain_weight(self):
@@ -149,7 +149,8 @@ class Carried(NamedTuple):
 
 
 def can_carry(recipe: Recipe, layers: Any, streams: Tensor, context: Any) -> bool:
-    """Whether all layers take and return ``Carried``; False with hooks, which need tensors."""
+    """Whether all layers take and return ``Carried``; False if a layer has hooks, because hooks
+    need tensors."""
     replaced = recipe.streams_float32 and recipe.norms_float32  # see _layer_of_float32_norms
     return (
         replaced

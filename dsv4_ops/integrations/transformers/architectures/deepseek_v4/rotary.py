@@ -52,7 +52,8 @@ def yarn_of(op: str, config: Any) -> YarnScaling | None:
 def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
     """Raise if Hugging Face computes other frequencies or another scale than we do.
 
-    Hugging Face reads more fields of a configuration than we do, and its versions differ.
+    Hugging Face reads more fields of a configuration than we do, and versions of Hugging Face
+    differ.
     """
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
