@@ -24,7 +24,7 @@ def chunks(
     """Yield steps of at most ``most`` tokens per prompt. With each step, yield the number of tokens
     of each prompt that have run after this step.
 
-    The chunks are the chunks of prompts with padding on the left: all prompts end in the last step,
+    The function cuts prompts as if they had padding on the left: all prompts end in the last step,
     and a short prompt begins in a later step.
     """
     sizes = [len(prompt) for prompt in prompts]
