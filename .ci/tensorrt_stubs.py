@@ -1,4 +1,4 @@
-"""Install torch-tensorrt without TensorRT, for tests of its work before it builds an engine.
+"""Install torch-tensorrt without TensorRT, for tests that build no engine.
 
     python .ci/tensorrt_stubs.py FOLDER
 

@@ -2,7 +2,7 @@
 
     python .ci/words.py
 
-prints ``file:line: word: say ...`` for each word, and exits with 1 if there is any. Words in
+prints ``file:line: word: say ...`` for each word, and exits with 1 if it finds one. Words in
 ``NAMES`` are refused everywhere, even as a part of a name such as ``num_stations``. Words in
 ``PROSE`` are refused in prose, and words in ``WHOLE_NAMES`` as names of Python. Prose is comments,
 docstrings and Markdown, without inline code and doctests.

@@ -1,8 +1,8 @@
 """Benchmark context parallelism: variants of the collectives, and the layers' attention on N GPUs.
 
-It starts a process per GPU (two gloo processes on a CPU, for small cases only). It first compares
-each variant of the combine with float64: eager, compiled, and captured in a CUDA graph that is
-replayed with other inputs. It compares gathers byte for byte, and then times all variants.
+The benchmark starts a process per GPU (two gloo processes on a CPU, for small cases only). First,
+it compares each variant of the combine with float64: eager, compiled, and captured in a CUDA graph
+that is replayed with other inputs. It compares gathers byte for byte, then times all variants.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     options.contexts = options.contexts or ((64, 300) if on_cpu else (4096, 32768, 131072))
     options.prefills = options.prefills or ((48,) if on_cpu else (1024, 4096, 16384))
     options.backend = options.backend or (None if on_cpu else "inductor")
-    # tensors twice as large are the source of the weights
+    # weights come from tensors twice as large, which would fragment memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run_ranks(FlashRanks, options, device, options.gpus)
 

@@ -20,7 +20,7 @@ LOGITS = Tolerance(torch.inf, 0.0, 5e-6)
 """The tolerance of DeepGEMM's own tests."""
 
 SHARED = 0.99
-"""Minimum share of selected rows that the baseline selects too; FP8 rounding changes others."""
+"""Minimum share of selected rows that the baseline selects too; FP8 rounding may change some."""
 
 _BATCHES, _CONTEXTS = (1, 8, 64, 128), (8192, 32768, 65536, 131072)
 _V32_CONTEXTS = (32768, 131072)

@@ -57,7 +57,7 @@ class Row:
     context: int
     topk: int | None = None  # selected rows per token; None for all rows
     us: float | None = None
-    flash_mla_us: float | None = None  # decode without its plan, or prefill of selected bf16
+    flash_mla_us: float | None = None  # decode without plan, or prefill (selected bf16)
     roofline_us: float | None = None  # bytes at the rate of copies, or FLOP at 790 TFLOP/s
     max_diff: float | None = None  # maximum difference from FlashMLA's output
     error: str | None = None

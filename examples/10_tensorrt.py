@@ -1,4 +1,4 @@
-"""Run a patched decode step with torch-tensorrt: engines for projections and experts, then our ops.
+"""Run a patched decode step with torch-tensorrt: projections and experts in engines, our ops not.
 
 `enable` preserves the writes of our ops, which go to the caches among the inputs, in place. The
 script compares the logits of some steps with those of the same model without engines. We did not

@@ -73,7 +73,7 @@ KINDS = {
 
 @functools.cache
 def save_and_compress(kind: str) -> Callable[..., None]:
-    """Return the op call of a layer in every step, for one kind of compressor."""
+    """Return the call that a layer makes in every step, for one kind of compressor."""
     return functools.partial(dsv4_ops.save_and_compress, **KINDS[kind].settings)
 
 

@@ -1,1 +1,1 @@
-"""Timing, rows, reports and plots."""
+"""Timing, rows and reports."""

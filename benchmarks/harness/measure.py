@@ -111,7 +111,7 @@ class OpBench:
     """Holds the compiled functions of a run, and measures cases."""
 
     groups: ClassVar[Mapping[str, Callable[[bool], list[Case]]]]
-    """Functions that make the cases of a group (small cases if True), in measuring order."""
+    """Functions that make the cases of a group (small ones if True), in order of measurement."""
     smoke_groups: ClassVar[Sequence[str]] = ()
     """Groups of a smoke run; empty for all groups."""
     title: ClassVar[str]

@@ -15,7 +15,7 @@ _VECTOR = 16
 
 
 class ColdCache:
-    """Empties the L2 by reads, which leave no dirty lines, of a buffer of four times its size."""
+    """Empties the L2: reads a buffer of four times the L2's size, so no line is dirty."""
 
     def __init__(self, device: torch.device) -> None:
         size = 4 * torch.cuda.get_device_properties(device).L2_cache_size

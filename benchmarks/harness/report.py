@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """Return the newest row of every point, fast or slow, in the order of the first rows."""
+    """Return the newest row of every point, fast or slow; points stay in order."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         point = tuple(row.get(name) for name in _POINT)

@@ -13,18 +13,18 @@ from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.testing.checkpoint import FLASH, PRO
 
 MODELS = {"flash": FLASH | {"index_topk": 512}, "pro": PRO | {"index_topk": 1024}}
-"""Configs with the rows that the released indexers select; ``FLASH`` has a tiny model's."""
+"""Configs with the ``index_topk`` of the released models; a tiny model has a smaller one."""
 
 SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
 SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 256, "vocab_size": 260, "index_topk": 16}
 SMALL |= {"index_n_heads": 16, "num_experts_per_tok": 2}
-"""Changed sizes on a CPU."""
+"""Sizes that are smaller on a CPU."""
 
 
 def flash_config(
     layers: int, model: str = "flash", *, small: bool = False, **changed: Any
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of the first layers of Flash, or of Pro."""
+    """Return the ``config.json`` of the first layers of ``model``."""
     config = {**MODELS[model], "num_hidden_layers": layers}
     config["compress_ratios"] = [*config["compress_ratios"][:layers], 0]
     return config | ({**SMALL, "n_routed_experts": 8} if small else {}) | changed

@@ -21,7 +21,7 @@ CONFIGS = {"Flash": FLASH, "Pro": PRO}
 
 
 def table(second):
-    """Lines of the table whose second column has this title, as dicts."""
+    """Return the lines, as dicts, of the table whose second column has this title."""
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in PAGE.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""README and docs/: their code runs and prints what it says, their links lead somewhere, and the
+"""The code in README and docs/ runs and prints what its comments say, links lead to files, and the
 API reference has every public name."""
 
 import importlib
@@ -33,7 +33,7 @@ def run(code, folder):
 
 
 def blocks(page):
-    """Code that the installed transformers can run."""
+    """Return the blocks of code that the installed transformers can run."""
     found = BLOCK.findall((DOCS / page).read_text())
     try:
         installed = release(version("transformers"))
@@ -52,7 +52,7 @@ def check(code, folder):
 
 
 COMPILED = ["engines.md", "transformers.md"]
-"""These have code to compile; a test below runs that code eagerly, after all other code."""
+"""Files with code to compile; a test below runs that code eagerly, after all other code."""
 OTHERS = [page for page in PAGES if page not in COMPILED]
 
 
@@ -72,7 +72,7 @@ def test_the_code_that_compiles_for_long_runs_too(page, tmp_path):
 
 @pytest.mark.parametrize("page", COMPILED)
 def test_code_to_compile_runs_eagerly_too(page, tmp_path, monkeypatch):
-    """An eager step refuses tokens that a compiled one only counts."""
+    """An eager step refuses tokens that a compiled step only counts."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     quick = [block for block in blocks(page) if not block.startswith((GPU, LONG))]
     compiled = [block for block in blocks(page) if block.startswith(LONG) and COMPILES in block]
@@ -136,7 +136,7 @@ def test_the_reference_has_no_name_that_is_gone():
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_to_files(page):
-    """Those of ``docs/`` are checked by `make docs`."""
+    """`make docs` checks the links in ``docs/``."""
     text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / page).read_text(), flags=re.S)
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     wrong = [target for target in targets if ":" not in target and not (ROOT / target).exists()]

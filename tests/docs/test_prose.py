@@ -31,7 +31,7 @@ EXISTING = {
 
 
 def docstrings(text: str) -> list[str]:
-    """Those of modules, classes, functions and assigned names."""
+    """Return the docstrings of modules, classes, functions and assigned names."""
     return [
         node.value.value
         for node in ast.walk(ast.parse(text))
@@ -47,7 +47,7 @@ def comments(text: str) -> list[str]:
 
 
 def absent(text: str) -> set[str]:
-    """Files that a text names and that are nowhere."""
+    """Return the files that a text names but that do not exist."""
     return set(NAMED.findall(text)) - EXISTING
 
 
@@ -73,7 +73,7 @@ def test_a_file_that_a_docstring_or_a_comment_names_exists():
     named = {}
     for path in SOURCES:
         text = path.read_text()
-        if not absent(text):  # nor does a part of it
+        if not absent(text):  # then no docstring or comment names one
             continue
         if gone := absent("\n".join([*docstrings(text), *comments(text)])):
             named[path.relative_to(ROOT).as_posix()] = gone

@@ -27,7 +27,7 @@ def run(*arguments, **settings):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy: a build leaves files in its sources."""
+    """Build from a copy, because a build leaves files in the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     source, build = folder / "source", folder / "build"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")

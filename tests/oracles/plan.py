@@ -122,7 +122,7 @@ def flash_mla_metadata(
     extra_width: int = 0,
     num_sm_parts: int,
 ) -> list[list[int]]:
-    """Fill parts with work in order, up to the time of a part. Then follow, in rows of 8, the
+    """Give blocks to parts in order, until a part's time is used up. Then follow, in rows of 8, the
     number of splits before each token, and the total."""
 
     def blocks(length: int, width: int) -> int:

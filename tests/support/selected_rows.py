@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4_ops.attention import layer, shared_selection
 
 MOST = 128
-dsa_layer = import_module("dsv4_ops.attention.dsa_layer")  # the package has the function
+dsa_layer = import_module("dsv4_ops.attention.dsa_layer")  # the package has a function of that name
 
 
 class SelectedRows(ExitStack):
