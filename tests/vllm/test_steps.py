@@ -145,6 +145,7 @@ def two_v3(recorded):
     return two_layers(recorded, small, "mla")
 
 
+@torch.inference_mode(False)  # as the buffers of vLLM
 def tensors_of(step):
     """The metadata of a step, by name of cache."""
     names = ("query_start_loc", "seq_lens")

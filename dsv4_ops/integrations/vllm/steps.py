@@ -192,6 +192,9 @@ class V4Family:
             swa.slot_mapping,
             BlockTables(swa.block_table, **(none | compressed)),
             StateTables(**(none | states)),
+            # slots that are computed, as those of ``with_window``: a graph is compiled again for a
+            # tensor of the engine, as it is none of inference mode
+            is_valid_token=swa.slot_mapping >= 0,
             plan_heads=spec.plan_heads if plans else 0,
         )
 
