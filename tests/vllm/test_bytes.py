@@ -1,4 +1,4 @@
-"""Pages of FP8 keys beside those of vLLM's Triton kernel, in Triton's interpreter on a CPU."""
+"""Blocks of FP8 keys beside those of vLLM's Triton kernel, in Triton's interpreter on a CPU."""
 
 import os
 import subprocess

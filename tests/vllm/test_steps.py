@@ -243,7 +243,7 @@ def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, req
 )
 def test_compiled_fp8_is_as_close_to_float32_as_eager(backend, casts, tmp_path):
     """Inductor keeps float32 between the ops of a graph. If it rounds to bfloat16 between them, as
-    eager steps and ``aot_eager`` do, its steps are theirs."""
+    eager steps and ``aot_eager`` do, it computes what eager steps do."""
     kinds = {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0]}
     write_checkpoint(tmp_path, {**TINY, **kinds})
     exact = DeepseekV4ForCausalLM.from_pretrained(tmp_path).float().eval()
