@@ -14,12 +14,14 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.generation import decoding
 from dsv4_ops.integrations.transformers.generation.kept import STEPS
 from dsv4_ops.integrations.transformers.steps.dry_runs import padding
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.helpers import nightly
+from tests.support.ranks import run_ranks
 
 PROMPT = torch.tensor([[3, 5, 7, 11, 13, 17, 19], [2, 4, 6, 8, 10, 12, 14]])
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
@@ -28,9 +30,9 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
 FAMILIES = ["v3", *nightly("the loop knows no family", "v4")]
 
 
-def patched(family, **sizes):
+def patched(family, parallel=None, **sizes):
     made = small_model(**sizes) if family == "v4" else small_mla_model(**sizes)
-    made = v4.patch(made, kv="fp32", precision="reference")
+    made = v4.patch(made, kv="fp32", precision="reference", parallel=parallel)
     made.generation_config.eos_token_id = None
     return made
 
@@ -278,30 +280,29 @@ def test_the_random_state_after_a_text_is_hugging_faces(model, calls, monkeypatc
     assert len(calls.texts) == 2
 
 
-@pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_compile_serves_batches_and_lengths(family):
+def test_one_compile_serves_batches_and_lengths(family, calls, tmp_path):
+    check_one_compile(0, family)
+    assert len(calls.texts) == 8
+    run_ranks(2, check_one_compile, tmp_path, family, ContextParallel.of)
+
+
+def check_one_compile(_, family, share=lambda: None):
     """Compiled with the eager backend: another batch, prompt or length compiles nothing."""
     from transformers import CompileConfig
 
-    model = patched(family, num_hidden_layers=1)
+    single, model = (patched(family, each, num_hidden_layers=1) for each in (None, share()))
     counted = []
-
-    def backend(graph, inputs):
-        counted.append(graph)
-        return graph.forward
-
-    config = CompileConfig(backend=backend)
+    config = CompileConfig(backend=lambda graph, _: counted.append(graph) or graph.forward)
     config._compile_all_devices = True
     rows = torch.cat([PROMPT, PROMPT.flip(0), PROMPT + 1])
     first = None
     for ids, count in ((rows[:3], 6), (rows[:1], 4), (rows, 3), (rows[:2, :4], 9)):
         ours = generate(model, ids, max_new_tokens=count, compile_config=config)
-        assert torch.equal(ours, generate(model, ids, max_new_tokens=count))
+        assert torch.equal(ours, generate(single, ids, max_new_tokens=count))
         first = len(counted) if first is None else first
     assert len(counted) == first > 0
-    steps = getattr(model, STEPS)
-    assert len(steps) == 1
+    assert len(getattr(model, STEPS)) == 1
 
 
 def test_copies_compile_their_own(model):

@@ -138,7 +138,8 @@ def may_take(model: Any, arguments: dict[str, Any]) -> bool:
     these arguments."""
     if any(arguments.get(name) is not None for name in _ARGUMENTS):
         return False
-    if arguments.get("synced_gpus") or _has_other_ranks():
+    shares_cache = model.dsv4_ops_spec.parallel is not None  # such ranks make the same calls
+    if arguments.get("synced_gpus") or (_has_other_ranks() and not shares_cache):
         return False
     values = {name: setting(model, arguments, name) for name in OTHER_METHODS}
     return all(value is None or value == OTHER_METHODS[name] for name, value in values.items())
@@ -208,10 +209,10 @@ def takes(model: Any, call: Call) -> bool:
     """Whether our loop decodes a call; otherwise Hugging Face's loop decodes the call.
 
     The call may use only ``PROCESSORS`` and ``CRITERIA``, and may return only sequences. The model
-    must have Hugging Face's own methods, and no other rank may share the cache.
+    must have Hugging Face's own methods.
     """
     cache, processors, criteria = call.cache, call.processors, call.criteria
-    if not isinstance(cache, PagedCache) or model.dsv4_ops_spec.parallel is not None:
+    if not isinstance(cache, PagedCache):
         return False
     if any(getattr(call.config, name, False) for name in _OUTPUTS):
         return False
