@@ -150,8 +150,8 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
 
 
 def _one_by_one(launch: Launcher, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the four kernels one by one. Calls with empty tensors need this, and calls whose
-    windows are longer than a thread reads at a time."""
+    """Launch the four kernels one by one, for calls with empty tensors, or with windows of more
+    rows than a thread reads at a time."""
     rotation = (call.positions, call.cos_sin_cache)
     q_out = qnorm_rope_insert.qnorm_rope_kv_insert(
         launch,

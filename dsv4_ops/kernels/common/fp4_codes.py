@@ -212,8 +212,9 @@ def multiply_fp4_codes(
     Args:
         weight, scale: As in ``multiply_fp4``.
         x: Addresses [COLUMNS, 1] of ``ordered_codes``, and the mask of the rows.
-        x_scale: Address of the scales of x, pairs of bf16 in the order of ``scale_offset`` with
-            blocks of ``TOKENS``, and their stride between blocks of K. Masked rows have scale 0.
+        x_scale: Address of the scales of x, and the scales' stride between blocks of K. Scales are
+            pairs of bf16 in the order of ``scale_offset``, with blocks of ``TOKENS``. Masked rows
+            have scale 0.
     """
     rows, mask = x
     row_scales, scale_stride = x_scale
