@@ -24,7 +24,7 @@ _BASE_MARGIN = tl.constexpr(7)
 """Exponent, relative to the row's base, of the maximum scale in the row's first step."""
 
 _MAX_BASE = tl.constexpr(243)
-"""Maximum base. A scale byte of 255 (NaN) is out of reach of every base up to this."""
+"""Maximum base. With a larger base, a scale byte of 255 (NaN) would be within _REACH."""
 
 _BASE_VALUE = tl.constexpr(5)
 """The scale byte of a row's sums is the row's base plus this, because at the base, 0.5 has the code

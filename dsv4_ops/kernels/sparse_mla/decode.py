@@ -210,7 +210,7 @@ def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
         return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
-    # if the batch decides, tokens have several splits only in calls of up to PROGRAMS programs
+    # if splits depend on the batch, a call with several splits has at most PROGRAMS programs
     capacity = PROGRAMS if batch_decides else programs
     if isinstance(splits, int) and splits == 1:
         capacity = 0
