@@ -60,7 +60,7 @@ rotating inputs."""
 
 
 def is_faster(op: str, library: str, values: Values) -> bool:
-    """Whether ``library`` was faster than our kernels on an H200 for this call."""
+    """Whether ``library`` is faster than our kernels for this call, as measured on an H200."""
     if (op, library) != FASTER_LIBRARY:
         return False
     (tokens, heads, _), columns = values["q"].shape, values["num_rows"]
