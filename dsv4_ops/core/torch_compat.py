@@ -267,8 +267,8 @@ def guard_or_false(condition: Any) -> bool:
 
 
 def only_looks_ahead() -> bool:
-    """Whether a compiler runs a function on fake tensors without tracing it, as AOTAutograd does
-    first to find out what the graph returns and mutates."""
+    """Whether a compiler runs a function on fake tensors without tracing it. AOTAutograd does so
+    first, to find out what the graph returns and mutates."""
     from torch._guards import detect_fake_mode
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # imports sympy
 

@@ -1,10 +1,10 @@
 """Select the implementation of a call: the one that ``impl=`` names, or the fastest.
 
 Only this module selects; launchers run what was selected. An explicit ``impl`` runs or raises;
-nothing replaces it. ``impl="auto"`` selects an installed library at sizes at which the library was
-faster on an H200 (``is_faster``), else our kernels, or the reference for calls that our kernels do
-not support (``dispatch/limits.py``). With dynamic shapes, "auto" selects no library, because
-reading a symbolic size would add a guard.
+nothing replaces it. ``impl="auto"`` selects an installed library at the sizes at which the library
+was faster on an H200 (``is_faster``). Otherwise "auto" selects our kernels, or the reference if our
+kernels do not support the call (``dispatch/limits.py``). With dynamic shapes, "auto" selects no
+library, because reading a symbolic size would add a guard.
 """
 
 from __future__ import annotations

@@ -31,9 +31,10 @@ def find_threshold(key, low, count_low, topk, max_selected):
     If possible, ``topk`` to ``max_selected`` keys are above the threshold. Otherwise fewer than
     ``topk`` keys are above the threshold, and keys equal to the threshold make up the rest. The
     caller knows a key ``low`` such that ``count_low`` keys, more than ``max_selected``, are at
-    least ``low``. Each step has two candidates for a new bound, and counts the keys that are at
-    least as large as each candidate in one reduction. The first candidates are a few octaves below
-    the maximum, where most scores are, because bisecting all floats takes longer.
+    least ``low``. Each step has two candidates for a new bound. For each candidate, the step counts
+    the keys that are at least as large, with one reduction for both candidates. The first
+    candidates are a few octaves below the maximum, where most scores are, because bisecting all
+    floats takes longer.
     """
     high = tl.max(key, axis=0) + 1
     count_high = 0

@@ -74,8 +74,8 @@ _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 _NARROW_MEAN_ROWS = {16: 13, 32: 28, 64: 56}
 
 MEAN_ROWS = {4: _NARROW_MEAN_ROWS, 8: _NARROW_MEAN_ROWS, 16: {16: 5, 32: 16, 64: 40}}
-"""For each number of weight bits, the block sizes, each with the largest mean number of rows per
-expert at which that size is chosen. With more rows, the block size is MAX_ROWS."""
+"""For each number of weight bits and each block size: the largest mean number of rows per expert at
+which the block size is chosen. With more rows, the block size is MAX_ROWS."""
 
 MAX_ROWS = 128
 

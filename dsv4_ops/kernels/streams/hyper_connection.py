@@ -20,9 +20,9 @@ from dsv4_ops.kernels.launcher import Launcher
 
 FEW_TOKENS = 16
 FEW, MANY = (16, 16, 4), (32, 64, 4)
-"""Columns of each stream, tokens, and warps per program of the products, for a small batch (256
-programs with V4 Flash) and for a large or symbolic batch. On GPUs without ``large_tiles``, the
-tiles of a large batch need twice as many warps."""
+"""Columns of each stream, tokens, and warps of a program that computes products: for a small batch
+(256 programs with V4 Flash), and for a large or symbolic batch. On GPUs without ``large_tiles``,
+the tiles of a large batch need twice as many warps."""
 
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum number of programs for a large batch, and minimum and maximum column steps per program. A
