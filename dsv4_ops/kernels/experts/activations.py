@@ -97,8 +97,8 @@ def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) 
 def order_scales(
     launch: Launcher, scales: torch.Tensor, topk: int, sorted_rows: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """Return int32 [K // 128, num_slots // 2], each a pair of bf16 scales: the scales of the tokens
-    in a plan's slots, and 0 for padding. The plan has blocks of ``rows`` slots."""
+    """Return the bf16 scales of the tokens in a plan's slots, 0 for padding. An int32 of the result
+    [K // 128, num_slots // 2] holds two scales. The plan has blocks of ``rows`` slots."""
     count = int(scales.shape[1])
     blocks = max(2, triton.next_power_of_2(count))  # a GEMM step reads the scales of two blocks
     ordered = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))
