@@ -220,7 +220,7 @@ indexer_quantize_q = OpTesting(
 def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
     """Make queries with a head of ones and a head of minus ones, and the head weights 0.5 and 2.
 
-    A key of ones scores 64, a key of minus ones 256.
+    A key of ones scores 64, and a key of minus ones scores 256.
     """
     q = torch.ones(num_tokens, 2, 128)
     q[:, 1] = -1

@@ -172,7 +172,8 @@ inverse_rope_group = OpTesting(
 def _quantize_case(scale_layout: str, scales: Any) -> Case:
     """Make two heads of one group at a position that is not rotated.
 
-    The first block has 3 and -0.3, the sixth 900, and the last a value below the smallest scale.
+    The first block has 3 and -0.3, the sixth block has 900, and the last block has a value below
+    the smallest scale.
     """
     o = torch.zeros(1, 2, 512, dtype=torch.bfloat16)
     o[0, 0, 0], o[0, 0, 1], o[0, 1, 128], o[0, 1, 511] = 3.0, -0.3, 900.0, 2.0**-43

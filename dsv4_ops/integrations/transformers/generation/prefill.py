@@ -24,8 +24,8 @@ def chunks(
     """Yield steps of at most ``most`` tokens per prompt. With each step, yield the number of tokens
     of each prompt that have run after this step.
 
-    The function cuts prompts as if they had padding on the left: all prompts end in the last step,
-    and a short prompt begins in a later step.
+    The function splits prompts as if they had padding on the left: all prompts end in the last
+    step, and a short prompt begins in a later step.
     """
     sizes = [len(prompt) for prompt in prompts]
     rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
