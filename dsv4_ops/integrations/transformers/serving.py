@@ -76,16 +76,16 @@ _READ = {
     "temperature", "top_p", "max_tokens", "max_completion_tokens", "max_output_tokens",
     "generation_config", "chat_template_kwargs", "tools",
 }  # fmt: skip
-"""Fields that have an effect here, where Hugging Face's handler reads them."""
+"""Fields that have an effect if Hugging Face's handler reads them."""
 
 _HARMLESS = {
     "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "safety_identifier", "service_tier", "store", "stream_options", "user",
 }  # fmt: skip
-"""Fields without an effect on an answer, which may have any value."""
+"""Fields that have no effect on an answer. Such a field may have any value."""
 
 _prompt_tokens: ContextVar[list[int] | None] = ContextVar("prompt_tokens", default=None)
-"""The tokens of a prompt that came as such, for which Hugging Face's handler has no place."""
+"""The tokens of a prompt that a client sent as tokens. Hugging Face's handler takes only texts."""
 
 _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
 """Routes of Hugging Face's server that we remove, because they are for other models."""
@@ -276,7 +276,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         return name
 
     def _is_own(self, name: Any) -> bool:
-        """Whether a client means the model: its path, spelled in any way, or its folder's name."""
+        """Whether ``name`` is the model's path, spelled in any way, or the name of the model's
+        folder."""
         if not isinstance(name, str):
             return False
         path = Path(self.path)
@@ -285,7 +286,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         )
 
     def _checked(self, handler: Any) -> Callable[..., Any]:
-        """Answer a body that Hugging Face's handler cannot read, or would not, by HTTP 400."""
+        """Answer with HTTP 400 if Hugging Face's handler cannot read a body, or would ignore a
+        field."""
         handle, ignored = handler.handle_request, handler._unused_fields
 
         async def run(body: Any, request_id: str) -> Any:
@@ -575,7 +577,7 @@ def _check_fields(body: Any, ignored: Collection[str], tokenizer: Any) -> None:
     for name, value in body.items():
         if value is None or name in _HARMLESS or (name in _READ and name not in ignored):
             continue
-        # a number is no bool here
+        # compare types too, because 0 equals False
         if (type(value), value) not in [(type(each), each) for each in _NEUTRAL.get(name, ())]:
             raise HTTPException(400, f"{name} is not supported. Leave it out.")
     if body.get("tools") and not _reads_tools(tokenizer):
@@ -593,13 +595,14 @@ def _reads_tools(tokenizer: Any) -> bool:
             tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
             for tools in (None, [{"type": "function", "function": function}])
         )
-    except Exception:  # requests get the error of the template
+    except Exception:  # each request raises the template's error
         return True
     return bool(without != with_one)
 
 
 def _for_each_prompt(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``/v1/completions`` take what OpenAI's does: texts, the tokens of one, or of several."""
+    """Let ``/v1/completions`` take one or several prompts, as texts or as tokens, like OpenAI's
+    API."""
 
     async def one(body: Any, request_id: str, prompt: Any) -> Any:
         if isinstance(prompt, list):
@@ -644,7 +647,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _merged(answers: list[Any]) -> Any:
-    """One answer with the choices of all, in order."""
+    """Merge answers into one answer that has the choices of all answers, in order."""
     bodies = [json.loads(each.body) for each in answers]
     choices = [each["choices"][0] | {"index": index} for index, each in enumerate(bodies)]
     usage = {

@@ -192,8 +192,8 @@ class V4Family:
             swa.slot_mapping,
             BlockTables(swa.block_table, **(none | compressed)),
             StateTables(**(none | states)),
-            # slots that are computed, as those of ``with_window``: a graph is compiled again for a
-            # tensor of the engine, as it is none of inference mode
+            # compute this tensor, as ``with_window`` does: a graph would be compiled again for a
+            # tensor of the engine, which was not made in inference mode
             is_valid_token=swa.slot_mapping >= 0,
             plan_heads=spec.plan_heads if plans else 0,
         )

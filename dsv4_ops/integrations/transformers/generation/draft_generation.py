@@ -37,7 +37,7 @@ from dsv4_ops.integrations.transformers.tensors import StepBatch
 
 _OP = "generate"
 MOST_DRAFTS = 64
-"""Maximum drafts of a step, each a run of the draft layer; memory and time grow with them."""
+"""Maximum drafts of a step. Each draft is a run of the draft layer, and costs memory and time."""
 _WARPERS = (
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",

@@ -71,7 +71,7 @@ _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)
 
 
 def generates(model: Any) -> bool:
-    """Whether this is inside of a ``generate`` call of the model, such as in its streamer."""
+    """Whether the caller runs inside of a ``generate`` call of the model, such as in a streamer."""
     call = _CALL.get()
     return call is not None and call.model is model
 
