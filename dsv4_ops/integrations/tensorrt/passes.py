@@ -72,7 +72,7 @@ class _Writes:
                 self.graph.erase_node(node)
 
     def _name_states(self) -> None:
-        """Pass written buffers through an op, so that torch-tensorrt does not fold them as
+        """Pass written buffers through an op, so that torch-tensorrt does not fold the buffers as
         constants.
 
         All uses of a buffer read the result of one such op. Inputs need no such op.

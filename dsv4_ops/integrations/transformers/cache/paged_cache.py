@@ -307,8 +307,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         at the end.
 
         Raises:
-            RuntimeError: tokens were dropped. Their logits, and the logits of later tokens of the
-                same requests, are undefined. Other requests are not affected.
+            RuntimeError: tokens were dropped. The logits of dropped tokens, and of later tokens of
+                the same requests, are undefined. Other requests are not affected.
         """
         dropped = int(self.tensors.dropped)
         if dropped:
