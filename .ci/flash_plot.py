@@ -1,4 +1,4 @@
-"""Plot decode steps of the whole of Flash beside published ones: rows to docs/flash.svg.
+"""Plot our decode steps of Flash, from rows, beside published steps, to docs/flash.svg.
 
 python3 .ci/flash_plot.py benchmarks/results/h200/flash.jsonl
 """
@@ -17,14 +17,14 @@ PUBLISHED = {
     "vLLM, 2 x GH200, no drafts": {1: 9.43},
     "vLLM, 2 x GH200, MTP": {1: 6.69},
 }
-"""Milliseconds per token and request by requests: docs/released.md has the sources."""
+"""Milliseconds per token, by number of requests; docs/released.md names the sources."""
 COLORS = ("#2563eb", "#60a5fa", "#9aa5b1", "#d1736a", "#e0a458", "#2f855a", "#86c29b")
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 820, 420, 60, 70, 250, 50
 CONTEXT, MOST = 4096, 32
 
 
 def lines(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return milliseconds per token by requests, for each line of the plot."""
+    """Return milliseconds per token, by number of requests, for each line of the plot."""
     ours = [row for row in rows if row["context"] == CONTEXT and row["step_ms"]]
     gpu = next(word for word in ours[0]["device"].split() if word[0] == "H" and word[1:].isdigit())
     where = f"{ours[0]['ranks']} x {gpu}"

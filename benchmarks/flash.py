@@ -42,9 +42,9 @@ _ACCEPTED = (0.0, 0.5, 0.9)
 _REPLAYS, _PREFILLS = 8, 3
 _CHUNK = 4096
 _BYTES_PER_MS = {"H200": 4.8e9, "H100": 3.35e9}
-"""Memory bandwidth of GPUs by a part of their names."""
+"""Memory bandwidth of each GPU whose name has the key as a part."""
 _LONG = 131072
-"""Longer contexts are measured last, in a cache of their own, whose tables are wider."""
+"""Contexts that are longer are measured last, in another cache with wider block tables."""
 _RESERVED_GB = 1.6
 """Memory for graphs and activations of decode steps, in addition to the cache."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
@@ -76,7 +76,7 @@ class FlashRow:
     peak_gb: float | None = None  # the allocator's maximum
     logits_error: float | None = None  # median over the tokens of a check
     worst_error: float | None = None
-    same_keys: bool | None = None  # whether the first layer's window has the same bytes
+    same_keys: bool | None = None  # whether split and whole models store the same bytes in layer 0
     note: str | None = None  # the reason for which a point did not run, or a summary of the soak
     error: str | None = None
 
@@ -148,7 +148,7 @@ class FlashRanks(Ranks):
                 self.prefills(model)
 
     def free(self) -> None:
-        """Return the memory of what is no longer used."""
+        """Return memory that no tensor uses to the GPU."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
@@ -160,7 +160,7 @@ class FlashRanks(Ranks):
         return next((rate for part, rate in _BYTES_PER_MS.items() if part in name), None)
 
     def row(self, part: str, **fields: Any) -> FlashRow:
-        """Make a row with this run's layers and ranks."""
+        """Make a row with the model, layers and ranks of this run."""
         model = self.options.model
         return FlashRow(model=model, part=part, layers=self.layers, ranks=self.world, **fields)
 
@@ -320,7 +320,7 @@ class Decodes:
     ) -> None:
         from dsv4_ops.integrations import transformers as v4
 
-        ranks.free()  # what was measured before
+        ranks.free()  # the cache and graphs of earlier measurements
         self.ranks, self.model, self.weights = ranks, model, weights
         self.spec = model.dsv4_ops_spec
         self.shares = 1 if self.spec.parallel is None else ranks.world
@@ -498,7 +498,7 @@ def _own(parameter: Any) -> Any:
 
 
 def _checked(model: Any) -> tuple[Tensor, Tensor]:
-    """Return logits of prefills and decodes beyond a window, and the first layer's rows."""
+    """Return logits of prefills and decodes beyond a window, and rows of the first layer."""
     from dsv4_ops.integrations import transformers as v4
 
     requests, length, steps = (4, 300, 4) if model.device.type == "cuda" else (2, 140, 2)

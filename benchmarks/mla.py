@@ -113,11 +113,11 @@ class Inputs:
         return [functools.partial(call, q, *where, table) for q, table in self.sets]
 
     def of_flash_mla(self, library: Any) -> list[Call]:
-        """Make calls of FlashMLA's decode, planned here, or its prefill for selected plain rows."""
+        """Make calls of FlashMLA: its prefill for selected plain rows, or else a planned decode."""
         rows, selects, sets = self.cache[:, :, None], self.row.topk is not None, self.sets
         is_prefill = selects and self.row.layout == PlainLayout.tag
-        any_heads = hasattr(library.ops, "permute_q_b_proj")  # vLLM 0.33's prefill takes 16, too
-        if selects and not (is_prefill and any_heads):  # vLLM pads fewer than 64
+        any_heads = hasattr(library.ops, "permute_q_b_proj")  # vLLM 0.33 also prefills 16 heads
+        if selects and not (is_prefill and any_heads):  # vLLM pads fewer heads to 64
             pad = (0, 0, 0, max(64 - self.row.heads, 0))
             sets = [(torch.nn.functional.pad(q, pad), each) for q, each in sets]
         if is_prefill:

@@ -124,7 +124,7 @@ def _row(model: Any, batch: int, context: int) -> ModelRow:
 
 
 def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None:
-    """Time steps from a full cache.
+    """Time decode steps over a full cache.
 
     Eager steps extend the cache, as in generation. The compiled step repeats from the same cache:
     with a growing cache, it would compile ten graphs or more.

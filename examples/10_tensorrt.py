@@ -1,6 +1,6 @@
 """Run a patched decode step with torch-tensorrt: projections and experts in engines, our ops not.
 
-`enable` preserves the writes of our ops, which go to the caches among the inputs, in place. The
+`enable` preserves our ops' writes to the caches, which are inputs that change in place. The
 script compares the logits of some steps with those of the same model without engines. We did not
 run it with TensorRT (docs/tensorrt.md); tests compile the same program without engines.
 

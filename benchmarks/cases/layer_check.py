@@ -90,7 +90,7 @@ class Rows:
 def compare_codes(
     name: str, baseline: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor], found: Found
 ) -> None:
-    """Compare e4m3 codes [..., n] and the factors of their rows, [...]."""
+    """Compare e4m3 codes [..., n] that have one factor [...] per row."""
     different, total = differing_bytes(baseline, ours), sum(part.nbytes for part in ours)
     wrong = None
     if different:

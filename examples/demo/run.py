@@ -176,7 +176,7 @@ def _try_compiler() -> None:
 
 
 def _timed(work: Work) -> int:
-    """Return the steps of a speed measurement: the best chunk counts, so a few steps suffice."""
+    """Return the steps of a speed measurement; only the best chunk is reported, so few suffice."""
     return min(work.steps, TIMED_STEPS)
 
 

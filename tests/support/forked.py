@@ -92,8 +92,8 @@ assert not any(name.startswith("dsv4_ops") for name in sys.modules)
 
 
 def run_package(package: Any, *paths: Path) -> None:
-    """Call a package in a process that never imports ours, with the inputs that each file holds;
-    results and inputs as they are left go to a file beside it."""
+    """Call a package with the inputs in each file, and write results and inputs to ``FILE.out``.
+    The process that calls the package never imports ``dsv4_ops``."""
     python("-c", _RUN_PACKAGE, package, *paths).check_returncode()
 
 

@@ -50,7 +50,7 @@ def message(error: type[Exception], name: str, case, **settings) -> str:
 
 @pytest.fixture
 def scalar_loops():
-    """Turn SIMD off, which would double the C++ compiler's time and is not tested here."""
+    """Turn SIMD off: SIMD code takes the C++ compiler twice as long, and no test here needs it."""
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
         yield
 

@@ -67,7 +67,7 @@ ORDER |= {
 def states_rows(
     block_size: int, width: int, size_name: str, prefix: str = ""
 ) -> Iterator[says.Entry]:
-    """Yield states of wrong sizes, or that kernels cannot read 16 bytes at a time."""
+    """Yield states of wrong sizes, and states that kernels cannot read in units of 16 bytes."""
     layout, name = StateLayout(block_size, width), f"{prefix}states"
     values = layout.page_bytes // 4
     shape = f"[num_{prefix}state_blocks, {values}]"
