@@ -146,8 +146,8 @@ def frozen_heap() -> None:
 def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
     """Sort slow tests to the front of each worker's part, so that short tests fill up its end.
 
-    xdist deals equal runs of the list. Slow tests of one file stay together: they share fixtures.
-    So do tests that fork from a process with torch imported: one worker has that process.
+    xdist deals runs of tests of equal length. Slow tests of a file share fixtures, so they stay
+    together. So do tests that fork from a process with torch imported: one worker has it.
     """
     if hands == 1:
         return items

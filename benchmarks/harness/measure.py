@@ -104,7 +104,7 @@ class Checked:
     written: Written  # resets the tensors that the calls write
     ours: Sequence[Tensor]  # results of the compiled call for the first input set
     expected: Sequence[Tensor]  # the reference's results
-    wanted: Sequence[Sequence[Tensor]] = ()  # right results per input set, or of all writing calls
+    wanted: Sequence[Sequence[Tensor]] = ()  # correct results by input set, or of all writing calls
 
 
 class OpBench:

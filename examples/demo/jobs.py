@@ -82,7 +82,7 @@ class Work:
     package: bool = True
     """Whether to build an AOTInductor package."""
     folder: Path | None = None
-    """Folder of the package; None for a temporary one."""
+    """Folder of the package; None for a temporary folder."""
 
     @property
     def backend(self) -> str:
@@ -203,7 +203,7 @@ class Job:
 
 def run_job(name: str, work: Work, progress: Progress, *, attempted: bool) -> None:
     """Run a job, and print its result, or its error, as JSON."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's own, during an export
+    warnings.simplefilter("ignore", FutureWarning)  # a warning of torch about itself, in an export
     if attempted and name in _YIELDING:
         os.nice(19)
     if name == "package":

@@ -77,7 +77,7 @@ _TRIED = {
     "static_generate": "static cache",
     "package": "torch.export and AOTInductor",
 }
-"""Names of measurements, by the field with their error."""
+"""Name of each measurement that can fail, by its field."""
 
 
 def rows(demo: Demo) -> list[Row]:

@@ -73,7 +73,7 @@ def test_a_file_that_a_docstring_or_a_comment_names_exists():
     named = {}
     for path in SOURCES:
         text = path.read_text()
-        if not absent(text):  # then no docstring or comment names one
+        if not absent(text):  # if the file names none, its docstrings name none
             continue
         if gone := absent("\n".join([*docstrings(text), *comments(text)])):
             named[path.relative_to(ROOT).as_posix()] = gone

@@ -94,7 +94,7 @@ def decode(
     q, kv, indices, lens, sink, schedule, splits, extra_kv, extra_indices, extra_lens, d_v, scale,
     out,
 ):  # fmt: skip
-    q.data_ptr()  # raises in a trace, which must not call this
+    q.data_ptr()  # raises in a trace: traces must not call this function
     calls.append("decode")
     b, queries, heads, width = q.shape
     require(b > 0 and queries == 1 and d_v == 512, "the queries")

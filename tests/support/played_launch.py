@@ -51,8 +51,8 @@ static void launchKernel(CUfunction kernel, uint32_t x, uint32_t y, uint32_t z, 
     lse[0] = well ? x + 1000.0f * y + 10000.0f * z + 100000.0f * warps : 0;
 }
 """
-"""The results depend on all arguments: they show a launch with a token too few, with other strides
-or addresses, or with arguments in another order."""
+"""The results depend on all arguments: they show a launch with one token too few, with other
+strides or addresses, or with arguments in another order."""
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Write models of V3, V3.2, V2 or GLM-5 in DeepSeek-V3's released format: FP8 codes (e4m3) with a
-float32 scale per block of 128 x 128 or, at the ends, of fewer."""
+float32 scale per block of at most 128 x 128."""
 
 import json
 import math
