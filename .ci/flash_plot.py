@@ -1,4 +1,4 @@
-"""Plot our decode steps of Flash, from rows, beside published steps, to docs/flash.svg.
+"""Plot decode steps of Flash, ours from stored rows and published ones, into docs/flash.svg.
 
 python3 .ci/flash_plot.py benchmarks/results/h200/flash.jsonl
 """

@@ -1,4 +1,4 @@
-"""Pack vLLM 0.33's Python files, for a GPU machine without an index, or for a CPU.
+"""Pack vLLM 0.33's Python files, for a GPU machine without a package index or for a CPU.
 
     python .ci/vllm_bundle.py .probe/vllm.tar.xz
 

@@ -42,7 +42,7 @@ _ACCEPTED = (0.0, 0.5, 0.9)
 _REPLAYS, _PREFILLS = 8, 3
 _CHUNK = 4096
 _BYTES_PER_MS = {"H200": 4.8e9, "H100": 3.35e9}
-"""Memory bandwidth of each GPU whose name has the key as a part."""
+"""Memory bandwidth, by a part of the GPU's name."""
 _LONG = 131072
 """Contexts that are longer are measured last, in another cache with wider block tables."""
 _RESERVED_GB = 1.6
@@ -148,7 +148,7 @@ class FlashRanks(Ranks):
                 self.prefills(model)
 
     def free(self) -> None:
-        """Return memory that no tensor uses to the GPU."""
+        """Free memory that no tensor uses."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()

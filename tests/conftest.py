@@ -109,7 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ImportError):  # pytest before 8.4 collects only once
         from _pytest.unraisableexception import gc_collect_iterations_key
 
-        config.stash[gc_collect_iterations_key] = 1  # instead of 5 at the end, a second each
+        config.stash[gc_collect_iterations_key] = 1  # at the end; by default 5, which take 5 s
     seconds = config.getoption("--stop-after")
     if seconds is not None:  # workers get the time of the end, not the remaining seconds
         os.environ.setdefault("DSV4_OPS_STOP_AT", str(time.time() + seconds))

@@ -22,7 +22,7 @@ from dsv4_ops.testing.strategies.batches import (
 NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
 """Whether `make test-all` runs: more sampled calls, and tests marked nightly."""
 SMOKE = "DSV4_OPS_SMOKE" in os.environ
-"""Whether `make smoke` runs. Few tests run, so they also show what others show in `make test`."""
+"""Whether `make smoke` runs. Few tests run, so each covers more than in `make test`."""
 EVERY = NIGHTLY or os.environ.get("DSV4_OPS_SMOKE") == "every"
 """Whether `make test-all` or `make lanes` runs: all examples of kernels, all types of layers."""
 

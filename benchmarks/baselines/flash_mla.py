@@ -68,7 +68,7 @@ def decode_call(
 
 
 def prefill_call(scale: float, library: Any) -> Callable[..., Any]:
-    """Prefill over gathered rows, without the lse, about whose unit documents disagree."""
+    """Prefill over gathered rows, without the lse, because documents disagree on its unit."""
 
     def call(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, sink: Tensor) -> Tensor:
         out: Tensor = library.sparse_prefill(

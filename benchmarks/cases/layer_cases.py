@@ -219,7 +219,7 @@ class LayerDraw(Draw):
         return torch.full((self.requests,), self.context, dtype=torch.int32, device=self.device)
 
     def step(self) -> AttentionStep:
-        """Build the step. If ranks share the rows, its table has this rank's blocks."""
+        """Build the step; if ranks share the rows, the table has this rank's blocks."""
         attention, ranks = self.spec.attention, self.spec.ranks
         size = attention.swa_block_size
         swa = self.table(size, attention.window_size // size + 1)

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         found = run(work, progress)
-    # an import of transformers takes seconds, so the job of the package starts before it
+    # an import of transformers takes seconds, so the package's job starts before the import
     except ImportError as error:
         print(error, file=sys.stderr)
         return 2
@@ -114,7 +114,7 @@ def _job_of(problem: str) -> str | None:
 def run(work: Work, progress: Progress) -> table.Demo:
     """Measure stock Hugging Face and the patched model."""
     steps = work.steps
-    # meanwhile, let Inductor test the compiler's vector instructions, which takes processes
+    # meanwhile, let Inductor test the compiler's vector instructions in other processes
     isa = threading.Thread(target=lambda: attempt(_try_compiler), daemon=True)
     with ExitStack() as stack:
         work = replace(work, folder=Path(stack.enter_context(TemporaryDirectory())))

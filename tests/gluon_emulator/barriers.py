@@ -24,8 +24,8 @@ class Barrier:
     """Times at which partitions saw the present phase."""
 
     def arrive(self, number: int, clock: np.ndarray, count: int, name: str) -> None:
-        """Count arrivals of the partition ``number``. As a barrier has one bit, raise if a waiting
-        partition may miss a phase, because the next phase may complete first."""
+        """Count arrivals of the partition ``number``. Raise if a waiting partition may miss a
+        phase: a barrier has one bit, and the next phase may complete first."""
         self.next_clock = np.maximum(self.next_clock, clock)
         self.arrived += count
         if self.arrived > self.count:

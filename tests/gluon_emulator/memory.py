@@ -32,7 +32,7 @@ class Buffer:
         self.name, self.start = name, values.data_ptr()
 
     def words(self, addresses: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the buffer as words of ``dtype``, which addresses are inside, and which words."""
+        """Return the buffer's words of ``dtype``, a mask of addresses inside, and indices."""
         size = dtype.primitive_bitwidth // 8
         offsets = addresses - self.start
         inside = (offsets >= 0) & (offsets <= len(self.bytes) - size)

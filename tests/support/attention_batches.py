@@ -116,7 +116,7 @@ def decode_case(
     deviation: float = 1.5,
     **changed: object,
 ) -> Case:
-    """Make a call with ragged lengths; half of the caches is NaN. ``extra`` None: window only."""
+    """Make a call with ragged lengths; half of the caches is NaN. No ``extra``: a window only."""
     made, stored = generator(seed + 1), generator(cache_seed)
     tensors: list[Tensor | None] = [normal(made, tokens, heads, 512)]
     for size, count, width in ((block, 2048, WINDOW), (extra_block, 8192, extra)):
@@ -227,7 +227,7 @@ def agrees(name: str, case: Case, actual: tuple[Tensor, ...] | None = None) -> N
 
 
 def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: float = 1.5) -> Case:
-    """Make a gathered call without NaN, and a key for every token: our op masks more."""
+    """Make a gathered call without NaN, with a key for every token, because FlashMLA masks less."""
     made = generator(seed)
     kv = keys_of(made, 3000, deviation)
     indices = integers(made, 0, len(kv), tokens, topk)

@@ -213,8 +213,8 @@ def run_in_chunks(
 
 
 def together(step: Any = ops.save_and_compress) -> tuple[Any, Any]:
-    """Return two calls that replace the two ops of a step in ``Engine.step``. Whichever runs second
-    calls ``step``, which does the work of the two."""
+    """Return two calls that replace the two ops of a step in ``Engine.step``. The call that runs
+    second calls ``step``, which does the work of the two ops."""
     kept: dict[str, Any] = {}
 
     def save(*tensors: Any, **settings: Any) -> None:
