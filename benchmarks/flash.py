@@ -1,9 +1,9 @@
 """Benchmark all layers of DeepSeek-V4-Flash on several GPUs: decode steps, prefills and the start.
 
-Each GPU has a process. Hugging Face's plans split a model in the released precision, with random
-weights, over these ranks, which share the rows of the caches. First, the logits of six layers on
-all GPUs are compared with those on one GPU. No context is prefilled: caches have random rows, and
-the benchmark sets the lengths. ``--model pro --layers N`` measures the first layers of Pro.
+Each GPU has a process, a rank. Hugging Face's plans split a model in the released precision, with
+random weights, over the ranks, which share the rows of the caches. First, the logits of six layers
+on all GPUs are compared with those on one GPU. No context is prefilled: caches have random rows,
+and the benchmark sets the lengths. ``--model pro --layers N`` measures the first layers of Pro.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def _no_grad_for_models(request: pytest.FixtureRequest) -> Iterator[None]:
     """Disable gradients in tests of models, and reset Dynamo before each.
 
-    This fixture is not in their own conftest.py, which cannot be imported without transformers.
+    The conftest.py of these tests cannot have the fixture, because it imports transformers.
     """
     if Path(__file__).parent / "transformers" not in request.path.parents:
         yield

@@ -1,12 +1,12 @@
 """vLLM 0.22.1's metadata builders on our batches: the work of a server before every decode step.
 
-The kernels are third-party files, which are loaded from a bundle at run time. This file calls them
-in the order of vLLM's builders, with the same host work between the calls. The times are a lower
-bound of vLLM's: this file copies the token-to-request map once (three builders do so), computes the
-C4 slots once (two builders do so), and leaves out the clamped copies of the block tables, the
-DeepGEMM and FlashMLA plans, and the Python around the calls. Contents differ in two points: vLLM
-does not compute ``positions`` here, and for next_n = 4 it copies a row of the block table per token
-for the indexer.
+The kernels are third-party files, which are loaded from a bundle at run time. This file calls the
+kernels in the order of vLLM's builders, with the same host work between the calls. The times are a
+lower bound of vLLM's: this file copies the token-to-request map once (three builders do so),
+computes the C4 slots once (two builders do so), and leaves out the clamped copies of the block
+tables, the DeepGEMM and FlashMLA plans, and the Python around the calls. Contents differ in two
+points: vLLM does not compute ``positions`` here, and for next_n = 4 it copies a row of the block
+table per token for the indexer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dsv4_ops.attention.metadata import AttentionSpec, DecodeMetadata
 
 VERSION = "vLLM 0.22.1"
 _MAX_BATCHED_TOKENS = 8192  # vLLM's default on an H200; vLLM refills whole buffers
-_NATIVE_NEXT_N = (1, 2)  # DeepGEMM's paged kernel takes these on Hopper; vLLM flattens others
+_NATIVE_NEXT_N = (1, 2)  # DeepGEMM's paged kernel takes these on Hopper; vLLM flattens all others
 _NEEDED = ("comp", "swa", "idx", "fms")
 _POISON = -7
 

@@ -11,8 +11,8 @@ from tests.oracles.plan import paged_mqa_logits_metadata as planned
 
 
 class FakeDeepGemm:
-    """Computes paged logits as DeepGEMM documents them. It refuses arguments that DeepGEMM would
-    misread, and writes nothing past the lengths."""
+    """Computes paged logits as DeepGEMM documents them. The fake refuses arguments that
+    DeepGEMM would misread, and writes nothing past the lengths."""
 
     def __init__(self) -> None:
         self.calls = self.schedules = 0

@@ -1,5 +1,5 @@
 """A fake of vLLM's build of FlashMLA on a CPU: ops with the same names, schemas and registration.
-They compute what FlashMLA documents, and refuse arguments that FlashMLA would misread."""
+The ops compute what FlashMLA documents, and refuse arguments that FlashMLA would misread."""
 
 import math
 from collections.abc import Iterator
