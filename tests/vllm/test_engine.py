@@ -12,13 +12,8 @@ from tests.vllm.engine import Report
 
 pytest.importorskip("vllm", reason="make test-vllm has an environment with it")
 
-
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_max": 2,
-    "prompt_lookup_min": 1,
-}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+NGRAM |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 AOT_EAGER = {"dsv4_ops": {"backend": "aot_eager"}}
 
 
@@ -113,19 +108,22 @@ def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, 
     assert (report.graphs > 12) == bool(settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"enforce_eager": False, "additional_config": AOT_EAGER}])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("version", ["v4", "v3"])
 def test_drafts_by_the_checkpoints_layer_are_those_of_a_step_alone(
-    folders, version, settings, tmp_path
+    folders, version, compiled, tmp_path
 ):
     """Two drafts a step, in float32. Prompts are whole: at the end of a chunk vLLM gives the layer
     the last token of the prompt in place of the next."""
+    settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 5120}
+    if compiled:  # this backend copies all blocks in every op
+        settings |= {"enforce_eager": False, "additional_config": AOT_EAGER}
+        settings |= {"num_gpu_blocks_override": 2500}
     if version == "v4":
         path = write_drafting_v4(tmp_path, folders["released"])
     else:
-        path, settings = write_drafting_v3(tmp_path), {"block_size": 64, **settings}
-    whole = {"enable_prefix_caching": True, "max_num_batched_tokens": 5120}
-    settings = {"path": str(path), "count": 6, "new": 8, **whole, **settings}
+        path, settings["block_size"] = write_drafting_v3(tmp_path), 64
+    settings |= {"path": str(path), "count": 6, "new": 8}
     seen = json.loads(in_process("tests.vllm.drafts", settings))
     print(seen)
     assert seen["error"] <= 1e-5
