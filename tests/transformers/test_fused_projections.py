@@ -7,7 +7,9 @@ import tempfile
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
+from dsv4_ops.core.torch_compat import one_graph_for_all_sizes
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
 from dsv4_ops.integrations.transformers.modules import fused_projections
@@ -74,6 +76,22 @@ def test_products_are_those_of_the_layers(model):
         together = fused_projections.fused_layer(holder, layers)(x)
         apart = torch.cat([layer(x) for layer in layers], -1)
         torch.testing.assert_close(together.to(torch.bfloat16), apart)
+
+
+def test_heads_are_those_of_the_layers(model, monkeypatch):
+    """Views of one product, in one graph for one row and for several."""
+    attention = model.model.layers[0].self_attn
+    together, dims = attention.compressor.indexer.dsv4_ops_fused, (attention.head_dim, 64)
+    monkeypatch.setattr(type(together), "forward", lambda self, x: x)
+    compiled = torch.compile(lambda x: together.heads(x, dims), dynamic=True, fullgraph=True)
+    counters.clear()
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, sum(together.sizes))
+        with one_graph_for_all_sizes():
+            found = compiled(x)
+        for heads, part, dim in zip(found, x.split(together.sizes, -1), dims, strict=True):
+            assert torch.equal(heads, part.unflatten(-1, (-1, dim)))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_norms_and_swiglu_are_those_of_the_layers(model):

@@ -36,7 +36,7 @@ import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -661,17 +661,16 @@ class PartsFile:
 
     def write(self, caches: bytes | None) -> None:
         """Replace the file as a whole, so that readers see the old file or the new file."""
-        if self.takes_parts:
-            for place, content in kernel_files.collect().items():
-                self._parts[self._binaries + place] = content
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        with zipfile.ZipFile(partial, "w") as file:
-            if caches is not None:
-                file.writestr(self._CACHES, caches)
-            for name, part in self._parts.items():
-                file.writestr(name, part)
-        partial.replace(self._path)
         self.has_more = False
+        with _replacing(self._path, logging.WARNING) as partial:
+            if self.takes_parts:
+                for place, content in kernel_files.collect().items():
+                    self._parts[self._binaries + place] = content
+            with zipfile.ZipFile(partial, "w") as file:
+                if caches is not None:
+                    file.writestr(self._CACHES, caches)
+                for name, part in self._parts.items():
+                    file.writestr(name, part)
 
 
 class PartsFolder:
@@ -715,13 +714,23 @@ class PartsFolder:
     def keep(self, name: str, part: bytes) -> None:
         """Store a part, so that other processes see the whole part or no part."""
         path = self._path(name)
-        try:
+        with _replacing(path, logging.INFO) as partial:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            partial = path.with_name(f"{path.name}.{os.getpid()}")
             partial.write_bytes(part)
-            partial.replace(path)
-        except OSError as error:  # such as a full disk; this process can still use the part
-            _log.info("%s is not kept: %s", name, error)
+
+
+@contextmanager
+def _replacing(path: Path, level: int) -> Iterator[Path]:
+    """Yield a path for a new file, which replaces ``path`` as a whole. If it cannot be written, for
+    example on a full or read-only disk, log that: the parts still serve this process."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        _log.log(level, "%s is not written: %s", path, error)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def folder_of_parts() -> Path | None:

@@ -7,7 +7,8 @@ module multiplies by that tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,17 @@ class FusedLinear(nn.Module):
         rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
         out = quantized.product(self.recipe, self.impl, rows, self.weight, self.scale)
         return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+    def heads(self, x: Tensor, dims: Sequence[int]) -> list[Tensor]:
+        """Return the outputs as heads of ``dims``, [rows, heads, dim] per layer, for ``x`` [rows,
+        k]."""
+        out = self(x)
+        starts = itertools.accumulate(self.sizes, initial=0)  # the product begins its storage
+        # in a trace, Inductor's view of a slice would assume one row, or more than one
+        return [
+            out.as_strided((out.shape[0], size // dim, dim), (out.stride(0), dim, 1), start)
+            for size, dim, start in zip(self.sizes, dims, starts, strict=False)
+        ]
 
     def normed(self, x: Tensor, norms: tuple[Any, Any]) -> tuple[Tensor, Tensor] | None:
         """Return the two outputs after their norms; None if a norm was changed, or if no fused op

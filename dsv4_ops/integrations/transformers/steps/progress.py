@@ -46,7 +46,8 @@ class PartsBar:
         self._has_line = True
         parts = "" if num_parts in (None, 1) else f" in {num_parts} parts"
         kept = "not kept" if self._place is None else f"kept in {self._place}"
-        text = f"dsv4_ops: compiling {self._title}{parts}, about a minute the first time; {kept}"
+        takes = "about a minute on a GPU, several on a CPU"
+        text = f"dsv4_ops: compiling {self._title}{parts}: {takes}; {kept}"
         print(text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> PartsBar:

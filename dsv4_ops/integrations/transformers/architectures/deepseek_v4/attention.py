@@ -88,11 +88,12 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
     indexer: Any = getattr(compressor, "indexer", None)
     together = None if indexer is None else fused_layer(indexer, of_queries(module))
     if together is not None:
-        q, queries = together(residual).split(together.sizes, -1)
+        q, queries = together.heads(residual, (module.head_dim, indexer.head_dim))
     else:
-        q = module.q_b_proj(residual)
-        queries = None if indexer is None else indexer.q_b_proj(residual)
-    q = q.unflatten(-1, (-1, module.head_dim))
+        q = module.q_b_proj(residual).unflatten(-1, (-1, module.head_dim))
+        queries = None
+        if indexer is not None:
+            queries = indexer.q_b_proj(residual).unflatten(-1, (-1, indexer.head_dim))
     inputs: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
     if compressor is None:
         return LayerInputs(**inputs)
@@ -111,7 +112,7 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
             is_bf16 = weights.dtype == torch.bfloat16
             inputs["indexer_weights"] = weights if is_bf16 else weights.float()
     if queries is not None:
-        inputs["indexer_q"] = queries.unflatten(-1, (-1, indexer.head_dim)).to(dtype)
+        inputs["indexer_q"] = queries.to(dtype)
     return LayerInputs(**inputs)
 
 
