@@ -182,7 +182,7 @@ def _load_next_half(rows, HALF: gl.constexpr, loaded, zero, FORMAT: gl.constexpr
 @gluon.jit
 def _load_rope(rows, FORMAT: gl.constexpr):
     """Load the codes of the RoPE columns. Rows with scales have RoPE values instead of codes;
-    ``_store_rope`` copies these when the tile is free."""
+    ``_store_rope`` copies the values when the tile is free."""
     if FORMAT == SCALED:
         rope = rows
     else:
