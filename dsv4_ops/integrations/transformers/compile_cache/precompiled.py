@@ -721,8 +721,8 @@ class PartsFolder:
 
 @contextmanager
 def _replacing(path: Path, level: int) -> Iterator[Path]:
-    """Yield a path for a new file, which replaces ``path`` as a whole. If it cannot be written, for
-    example on a full or read-only disk, log that: the parts still serve this process."""
+    """Yield a path for a new file that then replaces ``path`` as a whole. If the disk is full or
+    read-only, log the error and go on: this process can still use the parts."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         yield partial

@@ -76,11 +76,12 @@ class FusedLinear(nn.Module):
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
     def heads(self, x: Tensor, dims: Sequence[int]) -> list[Tensor]:
-        """Return the outputs as heads of ``dims``, [rows, heads, dim] per layer, for ``x`` [rows,
-        k]."""
+        """Return the output of each layer for ``x`` [rows, k]. An output is [rows, heads, dim];
+        ``dims`` has the layers' dims."""
         out = self(x)
-        starts = itertools.accumulate(self.sizes, initial=0)  # the product begins its storage
-        # in a trace, Inductor's view of a slice would assume one row, or more than one
+        # the storage begins with the product
+        starts = itertools.accumulate(self.sizes, initial=0)
+        # in a trace of a slice, Inductor would assume either one row or several rows
         return [
             out.as_strided((out.shape[0], size // dim, dim), (out.stride(0), dim, 1), start)
             for size, dim, start in zip(self.sizes, dims, starts, strict=False)
