@@ -34,7 +34,7 @@ PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
 _PREFILLS = (1, 8, 64, 128, 256, 512, 2048)
 _SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # a table for C128 rows of 1M tokens
-_LARGEST_PREFIX = 983040  # FlashMLA takes 1048576 rows at most, including the window's
+_LARGEST_PREFIX = 983040  # FlashMLA takes 1048576 rows at most, including window rows
 _PACKAGED, _LARGE = (2, 8, 64, 256), (512, 2048)
 
 

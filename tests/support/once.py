@@ -56,8 +56,8 @@ def _info(mode: Any, state: Any, key: Any, func: Any, args: Any, kwargs: Any, ou
 
 
 class _Known(FakeTensorProp):
-    """Skips fake execution in Inductor. AOTAutograd has run it before, and Inductor repeats it only
-    to find strides that passes changed: in 13,500 nodes of our graphs they changed none."""
+    """Skips fake execution in Inductor. AOTAutograd has already run the graph with fake tensors,
+    and Inductor looks for strides that passes changed: in 13,500 nodes of our graphs, none did."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         known = n.meta.get("val")
