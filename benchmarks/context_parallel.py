@@ -2,7 +2,7 @@
 
 The benchmark starts a process per GPU (two gloo processes on a CPU, for small cases only). First,
 it compares each variant of the combine with float64: eager, compiled, and captured in a CUDA graph
-that is replayed with other inputs. Gathers must give the expected bytes. Then it times all variants.
+that is replayed with other inputs. Gathers must give equal bytes. Then it times all variants.
 """
 
 from __future__ import annotations

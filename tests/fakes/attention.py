@@ -1,4 +1,4 @@
-"""Fakes of FlashMLA and vLLM's cache ops for benchmarks, which run our ops."""
+"""Fakes, for benchmarks, of FlashMLA and vLLM's cache ops; the fakes run our ops."""
 
 import torch
 

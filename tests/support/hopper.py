@@ -1,4 +1,4 @@
-"""A simulated H100, for the questions of launchers and Triton before a launch."""
+"""A simulated H100, which launchers and Triton ask for properties before a launch."""
 
 import pytest
 import torch
