@@ -282,11 +282,12 @@ def _route(count: int = 8, *, hashed: bool = False) -> Call:
     return (_halves(count, 4096), _halves(256, 4096), *chosen), {"top_k": 6, "scale": 1.5}
 
 
-def _streams(mixed: bool, count: int = 8) -> Call:
+def _streams(mixed: bool, count: int = 8, streams: int = 4) -> Call:
     """Return arguments of ``hyper_connection`` with the sizes of DeepSeek-V4-Flash."""
-    weights = (_floats(24, 4 * 4096), _floats(24), _floats(3), _floats(4096))
-    tensors = (_halves(count, 4, 4096), *weights)
-    block = (_halves(count, 4096), _floats(count, 4), _floats(count, 4, 4))
+    rows = streams * (streams + 2)
+    weights = (_floats(rows, streams * 4096), _floats(rows), _floats(3), _floats(4096))
+    tensors = (_halves(count, streams, 4096), *weights)
+    block = (_halves(count, 4096), _floats(count, streams), _floats(count, streams, streams))
     settings = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
     return (*tensors, *(block if mixed else ())), settings
 
@@ -442,6 +443,7 @@ def examples() -> dict[str, Call]:
         "fp8_linear, 128 tokens": _linear(count=128),
         "fp8_linear, codes": _linear(quantized=True),
         "fp8_linear, 64 codes": _linear(count=64, quantized=True),
+        "fp8_linear, 128 codes": _linear(count=128, quantized=True),
         "fp8_grouped_linear": _linear(8),
         "fp8_grouped_linear, codes": _linear(8, count=64, quantized=True),
         "grouped_topk": (

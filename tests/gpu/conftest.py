@@ -1,5 +1,6 @@
 """All tests of this folder are marked gpu, and need a CUDA device."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,14 @@ def _launches_are_chosen_again() -> None:
 def _needs_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def a100(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Hopper card that is told to be an A100."""
+    from benchmarks.harness.ampere import as_an_a100
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper card")
+    with as_an_a100(tmp_path_factory.getbasetemp()):
+        yield

@@ -8,8 +8,6 @@ import torch
 
 import dsv4_ops as ops
 from dsv4_ops.kernels.common.hopper import support
-from dsv4_ops.kernels.launcher import EAGER
-from dsv4_ops.kernels.mla import decode
 from dsv4_ops.testing.case import Case
 from tests.support import mla_batches
 from tests.support.attention_batches import graph_of
@@ -18,31 +16,28 @@ from tests.support.mla_batches import DS_FP8, LAYOUTS, SPARSE, assert_exact, mla
 CASES = mla_batches.kernel_cases()
 
 
+@pytest.fixture(params=["", "in Triton", "of an A100"])
+def each_kernel(request, monkeypatch):
+    """This GPU's kernel, then those in Triton; compiled calls would run the first one again."""
+    if request.param == "of an A100":
+        request.getfixturevalue("a100")
+    elif request.param:
+        monkeypatch.setattr(support, "runs", lambda *call: False)
+
+
 def called(case, **settings):
     moved = case.on("cuda")
     op = ops.mla_sparse if case.name == "sparse" else ops.mla_decode
     return op(*moved.tensors, **{**moved.settings, **settings})
 
 
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("name", CASES)
-def test_bf16_rows(name, monkeypatch):
-    """The kernel that this GPU has, then the one in Triton."""
-    case = CASES[name]
-    assert_exact(called(case), case)
-    monkeypatch.setattr(support, "runs", lambda *call: False)
-    moved = case.on("cuda")
-    assert_exact(decode.mla_decode(EAGER, *moved.tensors, **moved.settings), case)
+def test_bf16_rows(name):
+    assert_exact(called(CASES[name]), CASES[name])
 
 
-@pytest.fixture(params=["", "in Triton"])
-def both_kernels(request, monkeypatch):
-    """The kernel that this GPU has, then the one in Triton. Not of what is compiled: what was for
-    the first would be run again."""
-    if request.param:
-        monkeypatch.setattr(support, "runs", lambda *call: False)
-
-
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_ragged_batches_of_all_layouts(layout, heads):
@@ -51,7 +46,7 @@ def test_ragged_batches_of_all_layouts(layout, heads):
         assert_exact(called(case), case)
 
 
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("each_kernel")
 def test_other_dtypes():
     for case in (
         mla_case(1, [3, 2], 16, longest=300, layout=mla_batches.FP8, codes=True),
@@ -62,14 +57,14 @@ def test_other_dtypes():
         assert_exact(called(case), case)
 
 
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("layout", [mla_batches.FP8, DS_FP8])
 def test_a_row_of_nan_codes_stays_with_the_tokens_that_see_it(layout):
     case = mla_case(4, [4, 2], 8, longest=300, layout=layout, adversarial=False, num_splits=2)
     mla_batches.assert_spoils_what_sees_it(lambda each: [part.cpu() for part in called(each)], case)
 
 
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_is_scheduled_by_its_lengths(layout):
     lens = [3000, 1, 0, 64, 128, 129, 127, 63, *range(60)]
@@ -77,7 +72,7 @@ def test_a_batch_is_scheduled_by_its_lengths(layout):
     assert_exact(called(case), case)
 
 
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plans(layout):
     case = mla_case(6, [1] * 9, 64, longest=900, layout=layout, hint=False)
@@ -89,7 +84,7 @@ SELECTING = ["plain", DS_FP8]
 """Layouts whose rows are selected."""
 
 
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("layout", SELECTING)
 @pytest.mark.parametrize(
     ("heads", "changed"),
@@ -101,7 +96,7 @@ def test_selected_rows(heads, changed, layout):
         assert_exact(called(sparse_case(case)), sparse_case(case), op=SPARSE)
 
 
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("layout", SELECTING)
 def test_selected_rows_are_scheduled_by_their_number(layout):
     lens = [2000, 1, 0, 64, 128, 129, 127, 63, *range(60)]

@@ -5,6 +5,7 @@ import struct
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton", reason="published for Linux only")
 
@@ -12,6 +13,7 @@ from benchmarks.harness.ampere import as_an_a100
 from dsv4_ops.cli import kernels
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.common.dequant_gemm import byte_rows
 from dsv4_ops.reference import quantization
 from tests.helpers import NIGHTLY
 from tests.support import every_code
@@ -19,7 +21,7 @@ from tests.support.hopper import hopper  # noqa: F401  # a fixture
 
 CHEAP = {
     80: ("gather_k_cache", "indexer_quantize_q", "sparse_mla_decode"),
-    86: ("mla_insert_kv, fp8",),
+    86: ("mla_insert_kv, fp8", "fp8_linear, 128 codes"),
     89: ("gather_k_cache", "fp8_linear, codes"),
     100: ("sparse_mla_decode",),
     120: ("gather_k_cache", "experts"),
@@ -39,6 +41,23 @@ def test_kernels_fit_other_gpus(target, monkeypatch):
     assert len(reports) >= len(CHEAP[target])
     assert not kernels.oversized(reports, target)
     assert not kernels.spilling(reports, target)
+
+
+@pytest.mark.parametrize(("streams", "steps"), [(4, (8, 8)), (5, (1, 8)), (8, (1, 1))])
+def test_programs_of_streams_take_several_steps_if_two_fit(streams, steps):
+    """Two steps of 4, 5 and 8 streams take 78, 135 and 348 KB, of 101 on sm_86 and 232 on sm_90."""
+    args, settings = kernels._streams(True, 1024, streams)
+    for where, expected in zip(((8, 6), (9, 0)), steps, strict=True):
+        launch = kernels.recorded("hyper_connection", args, settings, where)[0]
+        assert launch.kwargs["STEPS"] == expected
+
+
+def test_codes_are_copied_as_bytes():
+    """Inductor copies with Triton, which has no pointers to e4m3 values before 8.9."""
+    codes = torch.empty(256, 128, dtype=torch.float8_e4m3fn).T
+    nodes = make_fx(byte_rows, tracing_mode="fake")(codes).graph.nodes
+    copied = [node.args[0].meta["val"].dtype for node in nodes if "clone" in node.name]
+    assert copied == [torch.uint8]
 
 
 @pytest.mark.slow

@@ -46,12 +46,13 @@ def step_size(fp4: bool) -> int:
 
 
 def byte_rows(weight: Tensor) -> Tensor:
-    """Return a weight as bytes. A misaligned weight is copied, because kernels load rows as
-    int32."""
+    """Return a weight as bytes. A misaligned weight is copied, because kernels load rows as int32.
+    The copy is of bytes: before 8.9 Triton has no pointers to e4m3 values."""
+    weight = weight.view(torch.uint8)
     offsets = (weight.storage_offset(), *weight.stride()[:-1])
     if weight.stride(-1) != 1 or any(offset % 16 != 0 for offset in offsets):
-        weight = weight.clone(memory_format=torch.contiguous_format)
-    return weight.view(torch.uint8)
+        return weight.clone(memory_format=torch.contiguous_format)
+    return weight
 
 
 def scale_rows(scale: Tensor, fp4: bool) -> Tensor:

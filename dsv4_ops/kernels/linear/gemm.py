@@ -30,6 +30,10 @@ MAX_BF16_TOKENS = 32
 with 32 tokens takes 7.8 us as bf16 and 12.6 us as codes; ``q_b`` with 64 tokens takes 34.5 us as
 bf16 and 14.0 us as codes. The maximum of grouped layers is FEW_TOKENS."""
 
+MAX_CODE_TOKENS = 64
+"""Maximum tokens per program that converts codes for ``mma.sync``. For 128 tokens the conversion
+would spill 290 to 660 bytes of registers."""
+
 TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (128, 8, 3)}
 """Weight rows per program, warps and pipeline stages, by the tokens per program."""
 
@@ -109,11 +113,14 @@ def sum_splits_kernel(
     tl.store(out + index, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
-def choose_tile(num_tokens: int, rows: int, steps: int, num_sms: int) -> tuple[int, int]:
-    """Return tokens per program, and splits of K."""
+def choose_tile(
+    num_tokens: int, rows: int, steps: int, num_sms: int, max_tokens: int
+) -> tuple[int, int]:
+    """Return tokens per program, at most ``max_tokens``, and splits of K."""
     tokens, max_splits, token_tiles = SYMBOLIC_TOKENS, SYMBOLIC_SPLITS, 1
     if isinstance(num_tokens, int):
-        tokens, max_splits = min(128, max(16, triton.next_power_of_2(num_tokens))), MAX_SPLITS
+        tokens = min(max_tokens, max(16, triton.next_power_of_2(num_tokens)))
+        max_splits = MAX_SPLITS
         token_tiles = triton.cdiv(num_tokens, tokens)
     weight_rows, _, _ = TILES[tokens]
     splits = PROGRAMS_PER_SM[tokens] * num_sms * weight_rows // (rows * token_tiles)
@@ -132,11 +139,13 @@ def _multiply_as_bf16(
     bf16. Return the splits of K; several splits are float32."""
     num_tokens, num_groups, width = x.shape[0], int(x.shape[1]), int(x.shape[2])
     rows = int(weight.shape[0])
+    scaled, num_sms = x_scale is not None, launch.num_sms(x.device)
+    x = x.view(torch.uint8) if scaled else x
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = byte_rows(weight)
-    tokens, splits = choose_tile(num_tokens, rows, width // WEIGHT_BLOCK, launch.num_sms(x.device))
-    scaled, (weight_rows, warps, _) = x_scale is not None, TILES[tokens]
-    x = x.view(torch.uint8) if scaled else x
+    max_tokens = MAX_CODE_TOKENS if scaled and launch.target(x.device).mma_sync else max(TILES)
+    tokens, splits = choose_tile(num_tokens, rows, width // WEIGHT_BLOCK, num_sms, max_tokens)
+    weight_rows, warps, _ = TILES[tokens]
     x = reordered(x, False) if tokens > FEW_TOKENS else x
     dtype = out_dtype if splits == 1 else torch.float32
     out = x.new_empty((splits, num_tokens, rows), dtype=dtype)

@@ -29,6 +29,10 @@ PROGRAMS, STEPS = 256, (4, 8)
 program adds its steps to one partial sum. A program takes one step if the minimum number of steps
 would leave too few programs."""
 
+STAGES = 2
+"""Column steps that are in shared memory at a time if a program takes several: Triton's pipeline
+of three stages."""
+
 END_WARPS = 8
 """Warps of a program that collapses the streams of a token, up to 4096 columns."""
 
@@ -252,14 +256,16 @@ def hyper_connection(
     is_static = isinstance(num_tokens, int)
     is_small = is_static and num_tokens <= FEW_TOKENS
     columns, tokens, warps = FEW if is_small else MANY
-    if not (is_small or launch.target(streams.device).large_tiles):
+    target = launch.target(streams.device)
+    if not (is_small or target.large_tiles):
         warps *= 2
     blocks, groups = triton.cdiv(width, columns), (num_tokens + tokens - 1) // tokens
     steps = 1  # a symbolic batch may be small
     if is_static and not is_small:
         min_steps, max_steps = STEPS
         steps = min(blocks * groups // PROGRAMS, max_steps)
-        steps = steps if steps >= min_steps else 1
+        step_bytes = columns * (count + 1) * (4 * sums + 2 * tokens)
+        steps = steps if steps >= min_steps and STAGES * step_bytes <= target.shared else 1
     parts = triton.cdiv(blocks, steps)
     partial = streams.new_empty((parts, num_tokens, sums), **floats)
     block = (streams, 0, 0, fn, 0, 0, fn, 0, 0, 0)
