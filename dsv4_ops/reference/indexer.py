@@ -18,6 +18,7 @@ from dsv4_ops.reference.quantization import (
     as_e4m3,
     bf16_bits,
     e4m3_values,
+    float_values,
     from_bytes,
     quantize,
     scale_values,
@@ -138,7 +139,7 @@ def paged_scores(
     in_length = row < lens.unsqueeze(1)
     pages, rows = locate(block_table, req_indices.unsqueeze(1), row, in_length, block_size)
     keys, scales, exists = _keys(k_cache, pages, rows, block_size, layout)
-    return scores(q.to(torch.float32), weights, keys) * scales, exists
+    return scores(float_values(q), weights, keys) * scales, exists
 
 
 def _scores_by_request(
@@ -205,7 +206,7 @@ def indexer_logits_ragged(
 ) -> Tensor:
     row = torch.arange(k.shape[0], device=q.device)
     inside = (row >= row_start.unsqueeze(1)) & (row < row_stop.unsqueeze(1))
-    logits = scores(q.to(torch.float32), weights, e4m3_values(k)) * scales
+    logits = scores(float_values(q), weights, e4m3_values(k)) * scales
     return torch.where(inside, logits, -torch.inf)
 
 

@@ -14,6 +14,7 @@ from dsv4_ops.reference.quantization import (
     as_e4m3,
     bf16_bits,
     e4m3_values,
+    float_values,
     quantize_blocks,
     ue8m0_values,
 )
@@ -123,7 +124,7 @@ def _codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
 def weight_values(weight: Tensor, scale: Tensor) -> Tensor:
     """Dequantise e4m3 codes [..., n, k], with a scale per 128 x 128 block, to float32."""
     rows, columns = scale.shape[-2:]
-    blocks = weight.to(torch.float32).unflatten(-1, (columns, WEIGHT_BLOCK))
+    blocks = float_values(weight).unflatten(-1, (columns, WEIGHT_BLOCK))
     blocks = blocks.unflatten(-3, (rows, WEIGHT_BLOCK))
     values: Tensor = blocks * scale_values(scale)[..., :, None, :, None]
     return values.flatten(-2).flatten(-3, -2)

@@ -19,6 +19,7 @@ from dsv4_ops.reference.quantization import (
     as_e4m3,
     bf16_bits,
     e4m3_values,
+    float_values,
     from_bytes,
     saturated_codes,
     to_bytes,
@@ -308,7 +309,7 @@ def start_decode(
     for each in scales:
         scale = scale if each is None else scale * single(each)
     rounded = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    tensors = (q.to(torch.float32), seq_lens, req_indices, block_table, kv_cache, scale)
+    tensors = (float_values(q), seq_lens, req_indices, block_table, kv_cache, scale)
     call = Decode(*tensors, kv_lora_rank, block_size, layout, rounded, listed)
     row_sum = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
     total = torch.zeros((*q.shape[:2], kv_lora_rank), dtype=torch.float32, device=q.device)

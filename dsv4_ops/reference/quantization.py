@@ -152,6 +152,14 @@ def e4m3_values(codes: Tensor) -> Tensor:
     return torch.where((bits & 0x7F) == _NAN_CODE, torch.nan, scaled * 2.0**120)
 
 
+def float_values(values: Tensor) -> Tensor:
+    """Return float32 values of a tensor that may hold e4m3 values, which compiled code cannot load
+    where ``converts_codes`` is false."""
+    if values.dtype == torch.float8_e4m3fn and not converts_codes(values.device):
+        return e4m3_values(values.view(torch.uint8))
+    return values.to(torch.float32)
+
+
 def dequantize(codes: Tensor, scale: Tensor, quant_block: int) -> Tensor:
     """Dequantise uint8 codes [..., dim] with scale bytes [..., dim // quant_block] to float32."""
     blocks = e4m3_values(codes).unflatten(-1, (-1, quant_block))

@@ -119,10 +119,11 @@ def test_a_hopper_card_runs_the_ptx_of_an_a100(tmp_path):
 def test_references_code_by_integers_where_compiled_code_cannot_convert(monkeypatch):
     values = torch.cat((every_code.every_bf16(), every_code.ties()))
     values = values[~values.isnan()]
-    codes = torch.arange(256, dtype=torch.uint8)
+    e4m3 = (codes := torch.arange(256, dtype=torch.uint8)).view(torch.float8_e4m3fn)
     want = quantization.saturated_codes(values), quantization.e4m3_values(codes)
     monkeypatch.setattr(quantization, "converts_codes", lambda device: False)
     monkeypatch.setattr(quantization, "runs_on_cpu", lambda codes: False)
     assert torch.equal(quantization.saturated_codes(values), want[0])
-    assert every_code.same_bits(quantization.e4m3_values(codes), want[1], torch.int32)
+    for found in (quantization.e4m3_values(codes), quantization.float_values(e4m3)):
+        assert every_code.same_bits(found, want[1], torch.int32)
     assert torch.equal(quantization.as_e4m3(codes).view(torch.uint8), codes)
