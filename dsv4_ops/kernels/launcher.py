@@ -16,6 +16,7 @@ from dsv4_ops.kernels.common.dependent_launch import waits
 from dsv4_ops.kernels.common.triton_compat import (
     FUSION,
     INTERPRETED,
+    name_alike,
     takes_options_in_graphs,
 )
 
@@ -48,7 +49,7 @@ class Launcher:
         self._capability, self._num_sms = capability, num_sms
 
     def __call__(self, kernel: Any) -> Any:
-        return self.wrap(kernel)
+        return self.wrap(name_alike(kernel))
 
     def capability(self, device: torch.device) -> tuple[int, int] | None:
         """Return the compute capability; None on AMD, whose numbers would mislead."""

@@ -178,8 +178,8 @@ def _pickled(value: Any) -> bytes:
 class _Pickler(pickle.Pickler):
     """Pickles a kernel or device function as its name and its key in Triton's cache.
 
-    The worker must use this process's key. Up to Triton 3.8, keys differ between processes, because
-    a key has the addresses of modules.
+    The worker must use this process's key. Up to Triton 3.8, a key depends on the functions that
+    have keys already, and a worker has other functions.
     """
 
     def persistent_id(self, value: Any) -> Any:

@@ -1,15 +1,21 @@
 """Workers compile the kernels that a call would launch, before it launches them."""
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
+import triton
 from torch.utils import _pytree as pytree
 from triton import knobs
 
+from dsv4_ops import kernels
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.torch_compat import FakeTensorMode
 from dsv4_ops.dispatch import kernel_requests as requested
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.kernels import precompile
+from dsv4_ops.kernels.common.triton_compat import name_alike
 from dsv4_ops.kernels.kv_cache import plain
 from dsv4_ops.testing import op_testing
 from tests.support.attention_batches import GATHERED, gathered_case
@@ -116,3 +122,20 @@ def test_what_the_folder_has_is_not_asked_for():
         with kernel_requests(precompile.REQUESTED):
             first()
     assert asked == [1, 0]
+
+
+def test_a_key_does_not_depend_on_what_had_one_before():
+    """Else another process would not find the kernel. Equal names of constants need equal values:
+    Triton 3.6 sorts them by addresses."""
+    modules = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
+    values = [each for m in modules for each in vars(importlib.import_module(m.name)).values()]
+    functions = list(dict.fromkeys(each for each in values if isinstance(each, triton.JITFunction)))
+    keys = []
+    for order in (functions, functions[::-1]):
+        for each in functions:
+            each.hash, each.used_global_vals = None, {}
+        keys.append({each.fn: name_alike(each).cache_key for each in order})
+    assert keys[0] == keys[1]
+    for each in functions:
+        constants = {(name, repr(value)) for (name, _), (value, _) in each.used_global_vals.items()}
+        assert len({name for name, _ in constants}) == len(constants), each.fn.__name__

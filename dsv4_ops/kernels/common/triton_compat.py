@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import threading
 from base64 import b32encode
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = [
     "compiled_folders",
     "forget_ptxas",
     "is_compiled",
+    "name_alike",
     "ptxas",
     "reinterpret",
     "takes_options_in_graphs",
@@ -135,6 +137,36 @@ def forget_ptxas() -> None:
 def cache_folder() -> str:
     """Return the folder of compiled kernels. ``knobs.cache.dir``: 3.6 to 3.9."""
     return str(knobs.cache.dir)
+
+
+_NAMING = threading.Lock()
+
+
+def name_alike(kernel: Any) -> Any:
+    """Give a kernel the key that it has in other processes, and return the kernel. The name of a
+    file in Triton's cache depends on the key.
+
+    Up to Triton 3.8, a key lacks the constants of called functions that have no key yet, so it
+    depends on the kernels that ran before. Keys of called functions must come first, as in 3.9.
+    ``DependenciesFinder._update_hash``: 3.6 to 3.9.
+    """
+    if version() >= (3, 9) or getattr(kernel, "hash", "") is not None:
+        return kernel
+    from triton.runtime.jit import DependenciesFinder
+
+    with _NAMING:
+        before = DependenciesFinder._update_hash
+
+        def update(self: Any, function: Any) -> None:
+            _ = function.cache_key
+            before(self, function)
+
+        DependenciesFinder._update_hash = update
+        try:
+            _ = kernel.cache_key
+        finally:
+            DependenciesFinder._update_hash = before
+    return kernel
 
 
 def is_compiled(source: Any, target: GPUTarget, options: Any) -> bool:

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from dsv4_ops.kernels.common.hopper.mma import ACC_ROW, HEADS, WIDTH
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 
-_COLUMNS = gl.constexpr(64)
+_STORED_COLUMNS = gl.constexpr(64)
 """Columns of a result per store: as many as P has, because stores are staged in P's memory."""
 
 _STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -35,7 +35,7 @@ def _halves(values):
 def _store_columns(out, staging, values, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
     staging.store(values)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _STORE_LAYOUT))
-    dim = FIRST + gl.arange(0, _COLUMNS, gl.SliceLayout(0, _STORE_LAYOUT))
+    dim = FIRST + gl.arange(0, _STORED_COLUMNS, gl.SliceLayout(0, _STORE_LAYOUT))
     if GROUPED:
         dst_row = row.first + head + (head // row.rows) * row.gap
     else:
@@ -54,6 +54,6 @@ def write_half(out, staging, acc, inverse, row, heads, FIRST: gl.constexpr, GROU
     first, second = _halves(left)
     third, fourth = _halves(right)
     _store_columns(out, staging, first, row, heads, FIRST, GROUPED)
-    _store_columns(out, staging, second, row, heads, FIRST + _COLUMNS, GROUPED)
-    _store_columns(out, staging, third, row, heads, FIRST + 2 * _COLUMNS, GROUPED)
-    _store_columns(out, staging, fourth, row, heads, FIRST + 3 * _COLUMNS, GROUPED)
+    _store_columns(out, staging, second, row, heads, FIRST + _STORED_COLUMNS, GROUPED)
+    _store_columns(out, staging, third, row, heads, FIRST + 2 * _STORED_COLUMNS, GROUPED)
+    _store_columns(out, staging, fourth, row, heads, FIRST + 3 * _STORED_COLUMNS, GROUPED)
