@@ -12,6 +12,7 @@ from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.indexer import logits as indexer
 from dsv4_ops.kernels.indexer.topk_merge import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.kernels.indexer.topk_partial import select_keys_kernel, select_logits_kernel
+from dsv4_ops.kernels.indexer.topk_stored import score_keys_kernel, select_stored_kernel
 from dsv4_ops.kernels.launcher import Launcher
 
 PROGRAMS = 396
@@ -42,6 +43,13 @@ Times on an H100 with top 512 and one token per request: 32 requests of 32k keys
 8 requests of 128k keys have longer parts and use several merges: 40.0 us, and 46.6 us with one
 merge."""
 
+STORED_TOPK, STORED_BYTES = 2048, 2**27
+"""From this topk on, keys are stored for all scores, if they take at most so many bytes and sizes
+are known."""
+
+STORED_CAPACITY, STORED_MERGE_CAPACITY = 8192, 16384
+"""As above, for stored keys: a merge takes at most two whole scratch rows."""
+
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
 """Keys per step and minimum keys of a part, if the kernel reads logits."""
 
@@ -65,11 +73,13 @@ class _Scratch:
         topk: int,
         min_part: int,
         short_part: int,
+        capacity: int = 0,
+        merge_capacity: int = 0,
     ) -> None:
         self.launch, self.topk, num_tokens = launch, topk, like.shape[0]
         self.width = triton.next_power_of_2(topk)
-        self.capacity = max(CAPACITY, 2 * self.width)
-        self.merge_capacity = max(MERGE_CAPACITY, self.capacity)
+        self.capacity = max(capacity or CAPACITY, 2 * self.width)
+        self.merge_capacity = max(merge_capacity or MERGE_CAPACITY, self.capacity)
         self.groups = min(max(self.merge_capacity // self.width, 2), GROUPS)
         wide_group = WIDE_GROUP if self.width >= WIDE else 0
         self.group_capacity = max(self.merge_capacity, wide_group)
@@ -162,18 +172,41 @@ def indexer_select(
     num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
     if num_tokens == 0 or topk == 0:
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
-    scratch = _Scratch(launch, q, max_blocks * block_size, topk, MIN_PART, SHORT_PART)
-    sizes = {**indexer.tile_sizes(num_heads, launch.target(q.device)), **scratch.sizes}
-    # at least 16 rows of the product per warp, and at most half a scratch row
-    sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
+    num_rows = max_blocks * block_size
     table = (block_table, block_table.stride(0), block_table.stride(1))
     requests, positions = (req_indices, req_indices.stride(0)), positions.reshape(-1)
+    where = (*strided(positions), *requests, *table, block_table.shape[0], max_blocks)
+    queries = (*strided(q.view(torch.uint8)), num_heads, *strided(weights), *paged(k_cache))
+    pages = {"RATIO": compress_ratio, "BLOCK_SIZE": block_size}
+    target = launch.target(q.device)
+    bytes_of = {"DATA_BYTES": quantized.data_bytes, "SCALE_BYTES": quantized.scale_bytes}
+    scored = {**bytes_of, "CONVERTS": launch.converts_codes(q.device)}
+    scored |= indexer.tile_sizes(num_heads, target)
+    if _stores(num_tokens, num_rows, topk):
+        capacities = (STORED_CAPACITY, STORED_MERGE_CAPACITY)
+        scratch = _Scratch(launch, q, num_rows, topk, LOGITS_MIN_PART, 0, *capacities)
+        scores = q.new_empty((num_tokens, num_rows), dtype=torch.int32)
+        rows = indexer.ROWS
+        launch(score_keys_kernel)[num_tokens * ((num_rows + rows - 1) // rows),](
+            *queries, *where, scores, num_rows, topk,
+            **pages, **scored, ROWS=rows, STAGES=indexer.STAGES, num_warps=indexer.WARPS,
+        )  # fmt: skip
+        launch(select_stored_kernel)[scratch.programs,](
+            scores, num_rows, k_cache.shape[0], *where, *scratch.arguments,
+            **pages, STEP=LOGITS_STEP, SLOTS=slots, **scratch.sizes,
+        )  # fmt: skip
+        return scratch.merge((*requests, *table, max_blocks), block_size, slots)
+    scratch = _Scratch(launch, q, num_rows, topk, MIN_PART, SHORT_PART)
+    sizes = {**scored, **scratch.sizes}
+    # at least 16 rows of the product per warp, and at most half a scratch row
+    sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     launch(select_keys_kernel)[scratch.programs,](
-        *strided(q.view(torch.uint8)), num_heads,
-        *strided(weights), *paged(k_cache), *strided(positions), *requests,
-        *table, block_table.shape[0], max_blocks, *scratch.arguments,
-        RATIO=compress_ratio, BLOCK_SIZE=block_size, DATA_BYTES=quantized.data_bytes,
-        SCALE_BYTES=quantized.scale_bytes, STAGES=STAGES, SLOTS=slots,
-        CONVERTS=launch.converts_codes(q.device), **sizes,
-    )  # fmt: skip
+        *queries, *where, *scratch.arguments, **pages, STAGES=STAGES, SLOTS=slots, **sizes
+    )
     return scratch.merge((*requests, *table, max_blocks), block_size, slots)
+
+
+def _stores(num_tokens: int, num_rows: int, topk: int) -> bool:
+    """Whether the keys of all scores are stored."""
+    is_static = isinstance(num_tokens, int) and isinstance(num_rows, int)
+    return is_static and topk >= STORED_TOPK and 4 * num_tokens * num_rows <= STORED_BYTES

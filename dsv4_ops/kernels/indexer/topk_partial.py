@@ -28,7 +28,7 @@ from dsv4_ops.kernels.indexer.topk_merge import emit_list, pad_list, partition, 
 
 
 @triton.jit
-def _write_plan(plan, token, part, parts, width, complete):
+def write_plan(plan, token, part, parts, width, complete):
     """Store for the merges: the number of a row's parts, the width of a list, and whether lists are
     complete."""
     if part == 0:
@@ -38,7 +38,7 @@ def _write_plan(plan, token, part, parts, width, complete):
 
 
 @triton.jit
-def _finish(scratch, fill, head, base, parts, width, table_row, out, topk, SIZES: tl.constexpr):
+def finish_part(scratch, fill, head, base, parts, width, table_row, out, topk, SIZES: tl.constexpr):
     """Write the result of a row that has one part; otherwise pad the part's list for the merge."""
     CAPACITY: tl.constexpr = SIZES[1]
     keys, indices = scratch
@@ -46,6 +46,19 @@ def _finish(scratch, fill, head, base, parts, width, table_row, out, topk, SIZES
         emit_list(keys, indices, fill, head, base, table_row, out, topk, SIZES)
     else:
         pad_list(keys, fill, width, CAPACITY)
+
+
+@triton.jit
+def store_all_keys(
+    keys, table_row, num_blocks, count, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Store equal keys for the ``count`` rows of a token, which are all selected, whatever their
+    scores. ``table_row``: the request's row of the block table and its stride."""
+    table, column_stride = table_row
+    slot = tl.arange(0, WIDTH)
+    page = tl.load(table + (slot // BLOCK_SIZE) * column_stride, mask=slot < count, other=-1)
+    kv_valid = (page >= 0) & (page < num_blocks)
+    tl.store(keys + slot, tl.where(kv_valid, 0, ABSENT_KEY))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -77,7 +90,7 @@ def select_logits_kernel(
             SHORT_PART,
         )  # fmt: skip
         if part < parts:
-            _write_plan(plan, token, part, parts, width, complete)
+            write_plan(plan, token, part, parts, width, complete)
             start = part * part_keys
             stop = start + tl.minimum(part_keys, count - start)
             row_logits = logits + token * row_stride
@@ -107,7 +120,7 @@ def select_logits_kernel(
             scratch = (keys, indices)
             table_row = (None, 0, 0)
             SIZES: tl.constexpr = (WIDTH, CAPACITY, 1, False)
-            _finish(scratch, fill, head, base, parts, width, table_row, result, topk, SIZES)
+            finish_part(scratch, fill, head, base, parts, width, table_row, result, topk, SIZES)
         item += tl.num_programs(0)
 
 
@@ -156,17 +169,13 @@ def select_keys_kernel(
         )  # fmt: skip
         table = block_table + request * table_stride
         if part < parts:
-            _write_plan(plan, token, part, parts, width, complete)
+            write_plan(plan, token, part, parts, width, complete)
             start = part * part_keys
             fill = 0
             head = 0
-            if count <= topk:  # all keys are selected, whatever their scores
-                slot = tl.arange(0, WIDTH)
-                page = tl.load(
-                    table + (slot // BLOCK_SIZE) * column_stride, mask=slot < count, other=-1
-                )
-                kv_valid = (page >= 0) & (page < num_blocks)
-                tl.store(keys + slot, tl.where(kv_valid, 0, ABSENT_KEY))
+            if count <= topk:
+                table_row = (table, column_stride)
+                store_all_keys(keys, table_row, num_blocks, count, WIDTH, BLOCK_SIZE)
                 fill = count
                 start = count
             else:
@@ -204,5 +213,5 @@ def select_keys_kernel(
             scratch = (keys, indices)
             table_row = (table, column_stride, max_blocks)
             SIZES: tl.constexpr = (WIDTH, CAPACITY, BLOCK_SIZE, SLOTS)
-            _finish(scratch, fill, head, base, parts, width, table_row, result, topk, SIZES)
+            finish_part(scratch, fill, head, base, parts, width, table_row, result, topk, SIZES)
         item += tl.num_programs(0)

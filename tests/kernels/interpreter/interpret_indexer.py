@@ -28,6 +28,8 @@ SMALL = {
     "MIN_PART": 16,
     "LOGITS_STEP": 16,
     "LOGITS_MIN_PART": 16,
+    "STORED_CAPACITY": 64,
+    "STORED_MERGE_CAPACITY": 128,
 }
 TOPK = 16
 happened: Counter[str] = Counter()
@@ -63,7 +65,7 @@ def long_rows(seed: int, kind: str, topk: int = TOPK) -> Case:
 def main(examples: int) -> None:
     vars(launchers).update(SMALL)
     indexer.STEP = 16
-    for name in ("merge_groups_kernel", "merge_parts_kernel"):
+    for name in ("merge_groups_kernel", "merge_parts_kernel", "select_stored_kernel"):
         setattr(launchers, name, counted(name, getattr(launchers, name)))
     thorough = examples > 1
     every = ("random", "ties", "ascending", "descending", "constant")
@@ -85,9 +87,9 @@ def main(examples: int) -> None:
     def compare(case: Case) -> None:
         check("indexer_select", case)
 
-    compare()
-    small["slots"] = True
-    compare()
+    for stored, small["slots"] in ((2048, False), (2048, True), (1, False), (1, True)):
+        launchers.STORED_TOPK = stored
+        compare()
     spec, tensors, small["topk"] = OPS["indexer_select"], beyond_int32(), 130
     found = spec.implementation("kernels")(EAGER, *tensors, **small)
     assert torch.equal(found, spec.reference(*tensors, **small))
