@@ -1,4 +1,4 @@
-"""Cases of the lightning indexer in decode: logits, and selections that store no logits."""
+"""Cases of the lightning indexer in decode: logits, and a selection of rows."""
 
 from __future__ import annotations
 

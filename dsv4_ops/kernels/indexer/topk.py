@@ -45,7 +45,7 @@ merge."""
 
 STORED_TOPK, STORED_BYTES = 2048, 2**27
 """From this topk on, keys are stored for all scores, if they take at most so many bytes and sizes
-are known."""
+are known. On Hopper only: elsewhere the bits of a score may depend on the warps of a program."""
 
 STORED_CAPACITY, STORED_MERGE_CAPACITY = 8192, 16384
 """As above, for stored keys: a merge takes at most two whole scratch rows."""
@@ -182,7 +182,7 @@ def indexer_select(
     bytes_of = {"DATA_BYTES": quantized.data_bytes, "SCALE_BYTES": quantized.scale_bytes}
     scored = {**bytes_of, "CONVERTS": launch.converts_codes(q.device)}
     scored |= indexer.tile_sizes(num_heads, target)
-    if _stores(num_tokens, num_rows, topk):
+    if target.large_tiles and _stores(num_tokens, num_rows, topk):
         capacities = (STORED_CAPACITY, STORED_MERGE_CAPACITY)
         scratch = _Scratch(launch, q, num_rows, topk, LOGITS_MIN_PART, 0, *capacities)
         scores = q.new_empty((num_tokens, num_rows), dtype=torch.int32)
