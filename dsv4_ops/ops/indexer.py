@@ -616,7 +616,7 @@ def indexer_select(
     One call scores and selects, for decodes and prefills.
 
     Our kernels do not store scores, so memory and launches do not grow with the context; only for a
-    topk of 2048 and more they store up to 128 MiB of them, if sizes are known. The reference, which
+    topk of 2048 and more they store up to 256 MiB of them, if sizes are known. The reference, which
     runs for the layout "plain" on every device, gathers keys and stores their scores. A token's
     rows do not depend on other tokens.
 

@@ -43,7 +43,7 @@ Times on an H100 with top 512 and one token per request: 32 requests of 32k keys
 8 requests of 128k keys have longer parts and use several merges: 40.0 us, and 46.6 us with one
 merge."""
 
-STORED_TOPK, STORED_BYTES = 2048, 2**27
+STORED_TOPK, STORED_BYTES = 2048, 2**28
 """From this topk on, keys are stored for all scores, if they take at most so many bytes and sizes
 are known. On Hopper only: elsewhere the bits of a score may depend on the warps of a program."""
 
