@@ -34,7 +34,9 @@ SPILLS = {
     "hopper_mla_decode_kernel": 520,
     "hopper_prefill_keys_kernel": 8,
     "hopper_split_keys_kernel": 16,
+    "merge_parts_kernel": 48,
     "prefill_keys_kernel": 64,
+    "select_stored_kernel": 68,
 }
 """Allowed spill bytes on Hopper. These kernels fill all registers with accumulators and tiles in
 flight, and spill a few addresses that they reload once per block of keys."""

@@ -47,8 +47,9 @@ STORED_TOPK, STORED_BYTES = 2048, 2**28
 """From this topk on, keys are stored for all scores, if they take at most so many bytes and sizes
 are known. On Hopper only: elsewhere the bits of a score may depend on the warps of a program."""
 
-STORED_CAPACITY, STORED_MERGE_CAPACITY = 8192, 16384
-"""As above, for stored keys: a merge takes at most two whole scratch rows."""
+STORED_CAPACITY, FEW_TOKENS = 8192, 8
+"""Capacity of a scratch row and of a merge for stored keys. Up to FEW_TOKENS tokens, a scratch row
+has half of it: their parts are short."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
 """Keys per step and minimum keys of a part, if the kernel reads logits."""
@@ -183,7 +184,8 @@ def indexer_select(
     scored = {**bytes_of, "CONVERTS": launch.converts_codes(q.device)}
     scored |= indexer.tile_sizes(num_heads, target)
     if target.large_tiles and _stores(num_tokens, num_rows, topk):
-        capacities = (STORED_CAPACITY, STORED_MERGE_CAPACITY)
+        capacity = STORED_CAPACITY if num_tokens > FEW_TOKENS else STORED_CAPACITY // 2
+        capacities = (capacity, STORED_CAPACITY)
         scratch = _Scratch(launch, q, num_rows, topk, LOGITS_MIN_PART, 0, *capacities)
         scores = q.new_empty((num_tokens, num_rows), dtype=torch.int32)
         rows = indexer.ROWS

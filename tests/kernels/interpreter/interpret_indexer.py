@@ -28,8 +28,7 @@ SMALL = {
     "MIN_PART": 16,
     "LOGITS_STEP": 16,
     "LOGITS_MIN_PART": 16,
-    "STORED_CAPACITY": 64,
-    "STORED_MERGE_CAPACITY": 128,
+    "STORED_CAPACITY": 128,
 }
 TOPK = 16
 happened: Counter[str] = Counter()
