@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 _POINT = (
     "case", "shape", "variant", "group", "part", "start", "phase", "batch", "requests", "next_n",
     "context", "heads", "keys", "rows", "tokens", "layout", "model", "runs", "weights", "kv",
-    "precision", "activations", "cache", "selection", "ranks", "layers",
+    "precision", "activations", "cache", "selection", "ranks", "layers", "topk",
 )  # fmt: skip
 """Fields that identify the point that a row measures."""
 
