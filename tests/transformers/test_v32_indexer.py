@@ -25,9 +25,8 @@ def layer_of(family: str) -> tuple[Any, Any]:
     name = f"transformers.models.{family}.modeling_{family}"
     modeling = pytest.importorskip(name, reason="transformers is older")
     prefix, _ = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(
-        hidden_size=HIDDEN, q_lora_rank=RESIDUAL, num_hidden_layers=1, index_topk=TOPK
-    )
+    sizes = {"hidden_size": HIDDEN, "q_lora_rank": RESIDUAL, "index_topk": TOPK}
+    config = getattr(transformers, f"{prefix}Config")(num_hidden_layers=1, **sizes)
     indexer = getattr(modeling, f"{prefix}Indexer")(config, 0).eval()
     made = torch.Generator().manual_seed(3)
     for parameter in indexer.parameters():
@@ -36,9 +35,8 @@ def layer_of(family: str) -> tuple[Any, Any]:
 
 
 def hugging_faces(indexer: Any, rotary: Any, hidden: Tensor, residual: Tensor) -> list[list[int]]:
-    length = hidden.shape[0]
-    position = torch.arange(length)[None]
-    angles, mask = rotary(hidden[None], position), torch.ones(1, length, length).bool().tril()
+    position = torch.arange(hidden.shape[0])[None]
+    angles, mask = rotary(hidden[None], position), (position.mT >= position)[None]
     picked = indexer(hidden[None], residual[None], angles, mask, position)[0]
     return [sorted(set(row.tolist()) & {*range(token + 1)}) for token, row in enumerate(picked)]
 
