@@ -120,18 +120,11 @@ def bounded(monkeypatch):
 
 
 WITH_A_KERNEL_OF_THEIR_OWN = {
-    "compress_and_insert, C128",
-    "experts, 128 tokens",
-    "experts, activations in fp8",
-    "experts, codes",
-    "fp8_linear, 64 codes",
-    "gather_k_cache, plain",
-    "hyper_connection, of 1024",
-    "indexer_logits, deep_gemm",
-    "mla_decode, flash_mla",
-    "sparse_mla_decode, flash_mla",
-    "sparse_mla_decode_paged, 64 tokens",
-}
+    "compress_and_insert, C128", "experts, 128 tokens", "experts, activations in fp8",
+    "experts, codes", "fp8_linear, 64 codes", "gather_k_cache, plain",
+    "hyper_connection, of 1024", "indexer_logits, deep_gemm", "mla_decode, flash_mla",
+    "sparse_mla_decode, flash_mla", "sparse_mla_decode_paged, 64 tokens",
+}  # fmt: skip
 MAIN, VARIANTS = [], []
 for each in kernels.examples():
     is_main = "," not in each or each in WITH_A_KERNEL_OF_THEIR_OWN

@@ -33,13 +33,9 @@ from tests.support.sampled import for_each_call
 EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 25))
 """Sampled calls per op; `make check` takes fewer."""
 SMOKE_OPS = {
-    "apply_rope",
-    "compressed_slot_mapping",
-    "indexer_topk",
-    "quantize_and_insert_k_cache",
-    "sinkhorn",
-    "token_map",
-}
+    "apply_rope", "compressed_slot_mapping", "indexer_topk", "quantize_and_insert_k_cache",
+    "sinkhorn", "token_map",
+}  # fmt: skip
 """One op of each way to a lowering and of each hazard: `make smoke` runs these."""
 
 each_op = pytest.mark.parametrize(
@@ -240,18 +236,10 @@ def test_strides_change_nothing(name):
 
 
 VECTORS = {
-    "apply_rope",
-    "compressed_slot_mapping",
-    "dense_compressed_indices",
-    "indexer_quantize_q",
-    "indexer_topk",
-    "quantize_and_insert_k_cache",
-    "save_compressor_states",
-    "sinkhorn",
-    "sparse_mla_decode",
-    "swa_indices_and_lens",
-    "token_map",
-}
+    "apply_rope", "compressed_slot_mapping", "dense_compressed_indices", "indexer_quantize_q",
+    "indexer_topk", "quantize_and_insert_k_cache", "save_compressor_states", "sinkhorn",
+    "sparse_mla_decode", "swa_indices_and_lens", "token_map",
+}  # fmt: skip
 """One op of each kind of loop, with vectors, as users get them. Inductor makes the loops of the
 others of the same parts, in `make test-all`; what they trace to runs in test_opcheck."""
 COMPILED_EXAMPLES = EXAMPLES if NIGHTLY else 16

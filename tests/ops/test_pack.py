@@ -29,18 +29,11 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
-        FP8,
+        torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32,
+        torch.uint8, torch.bool, FP8,
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("trailing", [(), (4,), (2, 3), (0,)])
 def test_unpacked_is_what_was_packed(dtype, trailing):
     """Every bit of every row, as long as next_n covers the longest request; padding is zeros."""

@@ -1,6 +1,7 @@
 """``python -m dsv4_ops serve``: clients get the texts of ``generate``, and clear errors."""
 
 import json
+import random
 import re
 import shutil
 import signal
@@ -81,6 +82,16 @@ def post(server, path, body):
             )
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
+
+
+def opened(server, path, body):
+    """A connection with a request."""
+    body = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)))
+    client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return client
 
 
 def chat(content, **rest):
@@ -352,11 +363,7 @@ def slow(server, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(server, slow, stream):
     """Long before its answer ends."""
-    body = json.dumps(chat("x", stream=stream) | {"max_tokens": 90}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-    address = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1]))) as client:
-        client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with opened(server, CHAT, chat("x", stream=stream) | {"max_tokens": 90}) as client:
         begun = time.monotonic()
         while not server.manager.paged.requests:
             time.sleep(0.01)
@@ -366,6 +373,34 @@ def test_a_client_that_leaves_frees_its_blocks(server, slow, stream):
     begun = time.monotonic()
     settled(server)
     assert time.monotonic() - begun < 3
+
+
+@needs_server
+@pytest.mark.nightly("each of these alone; test_batching.py has 200 requests without HTTP")
+def test_two_hundred_clients_come_and_leave(serve, folder, texts):
+    """Within 20 seconds; a third leave; nine blocks for six rows."""
+    sizes = {"max_cache_len": 128, "max_requests": 6, "max_batch_tokens": 64, "num_blocks": 9}
+    made = serve.server(folder, port=0, kv="fp32", precision="reference", **sizes)
+    made.url, rng = made.start(), random.Random(5)
+    asked = [("x" * rng.choice((1, 5, 20, 60, 100)), rng.randint(1, 20)) for _ in range(200)]
+    leaves = [rng.random() < 0.3 and rng.random() / 2 for _ in asked]
+    waits, begun = [rng.random() * 20 for _ in asked], time.monotonic()
+
+    def answer(n):
+        time.sleep(max(0, begun + waits[n] - time.monotonic()))
+        body = {"prompt": asked[n][0], "max_tokens": asked[n][1], "stream": n % 2 == 0}
+        if leaves[n]:
+            with opened(made, TEXT, body | {"max_tokens": 27}):
+                return time.sleep(leaves[n])
+        answer = post(made, TEXT, body)[1]
+        return streamed(answer)[0] if n % 2 == 0 else answer["choices"][0]["text"]
+
+    with ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(answer, range(200)))
+    want = [None if left else texts(*each) for each, left in zip(asked, leaves, strict=True)]
+    assert found == want
+    settled(made)
+    made.stop()
 
 
 @needs_server

@@ -106,7 +106,7 @@ def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, 
     report = serve(folders["released"], count=count, shared=True, **RELEASED, **settings)
     assert report.error <= error
     assert (report.graphs > 12) == bool(settings)
-    assert report.late <= 1  # vLLM's own, though its two groups of windows have other layers
+    assert report.late <= 1  # vLLM's own; layers of a kind are in two groups of windows
 
 
 @pytest.mark.parametrize("compiled", [False, True])

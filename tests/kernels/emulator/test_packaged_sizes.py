@@ -129,18 +129,10 @@ def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
     tiles = heads // 64
     beyond = 132 // tiles // 4
     for programs, wanted in (
-        (2, 5 * 2),
-        (30, 3 * 30),
-        (32, 132),
-        (64, 132),
-        (120, 132),
-        (122, 122 + beyond * tiles),
-        (132, 132 + beyond * tiles),
-        (256, 256 + beyond * tiles),
-        (256 * tiles, (256 + beyond) * tiles),
-        (257 * tiles, 257 * tiles),
-        (1000, 1000),
-    ):
+        (2, 5 * 2), (30, 3 * 30), (32, 132), (64, 132), (120, 132),
+        (122, 122 + beyond * tiles), (132, 132 + beyond * tiles), (256, 256 + beyond * tiles),
+        (256 * tiles, (256 + beyond) * tiles), (257 * tiles, 257 * tiles), (1000, 1000),
+    ):  # fmt: skip
         count = programs // tiles
         found, _ = launches_of(program, {symbol: count})
         joins = min(count, 1024 // heads) * heads
