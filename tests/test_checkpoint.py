@@ -29,15 +29,9 @@ from tests.support.mutated import NUMBERS, accepts, mutated, restored
 
 SMALL = {
     **TINY,
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "o_groups": 1,
-    "n_routed_experts": 2,
-    "num_hash_layers": 1,
-    "compress_ratios": [4, 0],
-}
+    "vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "o_groups": 1, "n_routed_experts": 2, "num_hash_layers": 1, "compress_ratios": [4, 0],
+}  # fmt: skip
 BYTES = {"I8": 1, "F8_E8M0": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4, "I64": 8}
 AGAIN = "Download the file again, or convert it from the released one."
 

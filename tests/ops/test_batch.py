@@ -18,20 +18,14 @@ SEEDS = range(300)
 
 # query_start_loc that decreases somewhere: which request a token gets is open, but not the range
 UNORDERED = {
-    "falling": [5, 3, 1],
-    "falling to zero": [9, 6, 3, 0],
-    "one step back": [0, 4, 2, 6],
-    "zigzag": [0, 9, 1, 8, 2, 7, 3],
-    "end before start": [6, 6, 6, 0],
-    "back to zero": [0, 3, 0],
-    "below zero": [3, -2, 8, -9],
-    "starts below zero": [-5, -7, 4],
-    "only negative": [-3, -1, -2],
-    "greatest first": [INT32_MAX, INT32_MIN, 0],
+    "falling": [5, 3, 1], "falling to zero": [9, 6, 3, 0], "one step back": [0, 4, 2, 6],
+    "zigzag": [0, 9, 1, 8, 2, 7, 3], "end before start": [6, 6, 6, 0],
+    "back to zero": [0, 3, 0], "below zero": [3, -2, 8, -9], "starts below zero": [-5, -7, 4],
+    "only negative": [-3, -1, -2], "greatest first": [INT32_MAX, INT32_MIN, 0],
     "extremes in turn": [INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN],
     "one request that ends before it starts": [4, 0],
     "one request at the extremes": [INT32_MAX, INT32_MIN],
-}
+}  # fmt: skip
 
 
 def test_split_is_not_uniform_by_default() -> None:

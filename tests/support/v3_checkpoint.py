@@ -15,18 +15,11 @@ from dsv4_ops.testing.models import random_weight, small_dsa_config, small_mla_c
 
 BLOCK = 128
 SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 256,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
+    "num_hidden_layers": 2, "hidden_size": 256, "q_lora_rank": 128, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256,
     "moe_intermediate_size": 128,
-}
+}  # fmt: skip
 """Sizes at which, as in V3, a layer ends within a block: ``kv_a_proj_with_mqa`` has 576 rows."""
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
 """Every token has all experts, because a router's near tie would hide errors of weights."""

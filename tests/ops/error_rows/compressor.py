@@ -46,17 +46,9 @@ for op in STEP:
     OWN[op]["state_slot_mapping"] = Valid(i64([12, 13, 8, 9, 4]), "[num_tokens]")
 NUMBERS |= {"eps": 1e-6, "overlap": True, "state_block_size": 4}
 COMPRESS_ORDER = (
-    "positions",
-    "req_indices",
-    "slot_mapping",
-    "state_block_table",
-    "k_cache",
-    "norm_weight",
-    "cos_sin_cache",
-    "ape",
-    "kv_score",
-    "states",
-)
+    "positions", "req_indices", "slot_mapping", "state_block_table", "k_cache", "norm_weight",
+    "cos_sin_cache", "ape", "kv_score", "states",
+)  # fmt: skip
 ORDER |= {
     **dict.fromkeys(SAVE, ("slot_mapping", "positions", "ape", "kv_score", "states")),
     **dict.fromkeys(COMPRESS, COMPRESS_ORDER),
