@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tests.vllm.engine import compared, core_of, greedy, make_engine, runner_of
 
 TEXT = [random.Random(0).randrange(3, 250) for _ in range(600)]
+RULES: dict[str, Any] = {"deadline": None, "database": None, "derandomize": True}
 SIZES = {"num_gpu_blocks_override": 260, "enable_prefix_caching": True, "max_num_seqs": 4}
 
 
@@ -59,8 +60,7 @@ def main(path: str, examples: int, **rest: Any) -> None:
                 engine.abort_request([name])
                 seen["left"] += name not in last or not last[name].finished
 
-    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
-    @settings(suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), **RULES)
     @given(st.lists(REQUESTS, min_size=1, max_size=8))
     def serve(requests: list[Request]) -> None:
         llm.reset_prefix_cache()
