@@ -82,6 +82,19 @@ def test_small_models_are_one_graph():
         v4.compile_step(small_model(layer_types=[SLIDING]))
 
 
+def test_what_a_trace_refuses_is_said_as_by_the_step():
+    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
+    step = v4.compile_step(model, mode="whole", dynamic=True, backend="eager")
+    step(*first_step(model))
+    model.model.layers[0].self_attn.scaling = 3.0
+    with pytest.raises(ValueError, match=r"^decode_step: model.layers.0.self_attn.scaling must"):
+        step(*first_step(model))
+    model = reference()
+    model.set_experts_implementation("eager")
+    with pytest.raises(NotImplementedError, match=r"^compile_step: experts_implementation must"):
+        v4.compile_step(model, mode="regional", backend="eager")(*first_step(model))
+
+
 def test_a_place_without_a_file_is_refused_before_anything_is_compiled(tmp_path):
     for place in (tmp_path, tmp_path / "missing" / "step.cache"):
         message = "^compile_step: cache_file must be a file, or the name for one in a folder"

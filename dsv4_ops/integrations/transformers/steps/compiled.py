@@ -249,7 +249,12 @@ class CompiledStep:
         """Run the step; the first call compiles."""
         with torch.no_grad(), self._bar:
             with self._all_sizes(), nullcontext() if self.parts else without_collections():
-                found = self._stepped(batch, cache, **rest)
+                try:
+                    found = self._stepped(batch, cache, **rest)
+                except Exception as error:
+                    if type(error).__module__.startswith("torch._dynamo"):
+                        self._explain()
+                    raise
             if self.settings["dynamic"]:
                 tensors = tensors_of(self.step.__name__, cache)
                 self._dry_runs.request_batches(self.model, tensors, rest)
@@ -261,6 +266,19 @@ class CompiledStep:
         parts = ", ".join(self.parts) or "none yet"
         place = "" if self._file is None else f", kept in {str(self._file)!r}"
         return f"CompiledStep({self.step.__name__}, {mode!r}, {sizes}, parts: {parts}{place})"
+
+    def _explain(self) -> None:
+        """Raise the error of a check that failed in a trace, which Dynamo replaced."""
+        check_model(self.step.__name__, self._patched, self._patched.device)
+        if getattr(self._patched.config, "_experts_implementation", None) == "eager":
+            raise argument_error(
+                "compile_step",
+                "experts_implementation",
+                must="be 'grouped_mm' or 'batched_mm', as a loop over experts is no graph",
+                got="'eager'",
+                do="Call model.set_experts_implementation('grouped_mm')",
+                kind=NotImplementedError,
+            )
 
     def form(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Any:
         """Return the parts and the weight addresses that a CUDA graph of this step depends on, or
