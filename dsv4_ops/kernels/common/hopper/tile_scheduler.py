@@ -15,7 +15,7 @@ from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 _SIZES, _STEPS = gl.constexpr(tiles.SPLIT_SIZES), gl.constexpr(tiles.SPLIT_STEPS)
 _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_SPLIT_TILES)
 _START, _CLASSES = gl.constexpr(tiles.START_TILES), gl.constexpr(tiles.CLASSES)
-_COLUMNS = gl.constexpr(tiles.COMBINE_COLUMNS)
+_LIST_COLUMNS = gl.constexpr(tiles.COMBINE_COLUMNS)
 _MOST_TILES = gl.constexpr(2**15)
 """Maximum blocks per list, so that costs stay below _NEVER and splits are exact in float32."""
 
@@ -198,7 +198,7 @@ def _class_of(tiles, size, program, num_tokens, TOKENS: gl.constexpr, LAYOUT: gl
 @gluon.jit
 def _list_split_token(combine_list, list_row, token, splits, first_partial, mask):
     """Add a token with several splits to ``combine_list``."""
-    entry = combine_list + (list_row + 1) * _COLUMNS
+    entry = combine_list + (list_row + 1) * _LIST_COLUMNS
     gl.store(entry, token, mask=mask)
     gl.store(entry + 1, splits, mask=mask)
     gl.store(entry + 2, first_partial, mask=mask)
