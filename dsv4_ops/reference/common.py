@@ -79,6 +79,16 @@ def dense(values: Tensor) -> Tensor:
     return values.clone(memory_format=torch.contiguous_format)
 
 
+def products_of_heads(rows: Tensor, weights: Tensor) -> Tensor:
+    """Multiply rows [tokens, heads, k] by the weights [heads, k, n] of their heads; return [tokens,
+    heads, n]."""
+    if rows.device.type != "cpu":
+        return torch.bmm(rows.transpose(0, 1), weights).transpose(0, 1)
+    # tokens are the last, dense dimension: elsewhere Inductor guards on a single token on a CPU
+    columns = dense(rows.permute(1, 2, 0))
+    return torch.bmm(weights.transpose(1, 2), columns).permute(2, 0, 1)
+
+
 def masked_rows(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
     """Return rows [..., width] of ``values`` [num_rows, width] at ``index``; 0 where ``mask`` is
     False.

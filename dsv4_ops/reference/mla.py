@@ -12,7 +12,13 @@ from torch.nn.functional import pad
 from dsv4_ops.core.ints import single
 from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout, MlaFp8Layout, PlainLayout, round_up
 from dsv4_ops.core.types import ABSENT, MlaAttention, PerTensor
-from dsv4_ops.reference.common import dense, materialized, runs_on_cpu, table_entries
+from dsv4_ops.reference.common import (
+    dense,
+    materialized,
+    products_of_heads,
+    runs_on_cpu,
+    table_entries,
+)
 from dsv4_ops.reference.kv_cache import insert_k_cache
 from dsv4_ops.reference.pages import locate, words
 from dsv4_ops.reference.quantization import (
@@ -147,8 +153,7 @@ def mla_gather_kv(
 def mla_absorb_q(
     q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor | None = None
 ) -> Tensor:
-    latent = torch.bmm(q_nope.transpose(0, 1), w_uk_t).transpose(0, 1)
-    q = torch.cat([latent, q_pe], -1)
+    q = torch.cat([products_of_heads(q_nope, w_uk_t), q_pe], -1)
     if q_scale is None:
         return q
     return as_e4m3(dense(per_tensor_codes(q, q_scale)))
@@ -162,7 +167,7 @@ def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
 
 
 def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
-    return dense(torch.bmm(x.transpose(0, 1), w_uv).transpose(0, 1)).flatten(1)
+    return dense(products_of_heads(x, w_uv)).flatten(1)
 
 
 def quantize_per_tensor(x: Tensor) -> PerTensor:

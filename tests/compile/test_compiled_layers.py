@@ -110,11 +110,11 @@ class Packaged(torch.nn.Module):
 def test_one_token_has_the_graph_of_several():
     """On a CPU, of references that view slices of rows, and that multiply in groups."""
     weight, scale = torch.ones(256, 512).to(torch.float8_e4m3fn), torch.full((2, 4), 127).byte()
-    cos_sin = torch.randn(16, 64)
+    cos_sin, w_uv = torch.randn(16, 64), torch.randn(2, 512, 16).bfloat16()
 
     def step(q, kv, cache, slots):
         q = ops.qnorm_rope_kv_insert(q, kv, cache, slots, slots, cos_sin, eps=1e-6, block_size=16)
-        return ops.fp8_grouped_linear(q, weight, scale)
+        return ops.fp8_grouped_linear(q, weight, scale), ops.mla_v_up(q, w_uv)
 
     counters.clear()
     compiled = torch.compile(step, dynamic=True, fullgraph=True)

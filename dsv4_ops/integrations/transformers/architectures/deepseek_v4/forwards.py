@@ -33,6 +33,7 @@ from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import route
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
 from dsv4_ops.ops.streams import hyper_connection
+from dsv4_ops.reference.common import dense, products_of_heads
 from dsv4_ops.reference.streams import mixed
 
 
@@ -89,8 +90,7 @@ def _grouped_forward(before: Forward) -> Forward:
             return before(self, x)
         groups: int = self.n_groups
         weight = self.weight.view(groups, -1, x.shape[-1]).transpose(1, 2)
-        products = torch.bmm(x.transpose(0, 1), weight)
-        return torch.cat(products.unbind(), -1).unflatten(-1, (groups, -1))
+        return dense(products_of_heads(x, weight))
 
     return forward
 
