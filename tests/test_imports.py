@@ -12,17 +12,9 @@ import pytest
 import dsv4_ops
 
 BLOCKED = (
-    "triton",
-    "torch._inductor.lowering",
-    "torch._inductor.ir",
-    "torch._inductor.compile_fx",
-    "flash_mla",
-    "deep_gemm",
-    "torch_tensorrt",
-    "transformers",
-    "matplotlib",
-    "hypothesis",
-)
+    "triton", "torch._inductor.lowering", "torch._inductor.ir", "torch._inductor.compile_fx",
+    "flash_mla", "deep_gemm", "torch_tensorrt", "transformers", "matplotlib", "hypothesis",
+)  # fmt: skip
 
 IN_A_PROCESS = f"""
 import contextlib, gc, os, sys, time

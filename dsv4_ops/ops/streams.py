@@ -77,10 +77,10 @@ def hyper_connection(
             ``block_out``, ``post`` and ``mix`` without the others.
         TypeError: another dtype.
 
-    Compile: on a GPU two kernels: split-K products, then two programs per token. With a fixed
-        number of at least 449 tokens (for DeepSeek-V4-Flash), the two programs are separate
-        kernels. On a CPU, and for derivatives, plain torch ops. Dynamic in num_tokens; CUDA graphs
-        and export: yes.
+    Compile: on a GPU two kernels: split-K products, then two programs per token. If num_tokens is
+        static and large (449 or more at DeepSeek-V4-Flash's sizes), these two programs become two
+        kernels, so there are three in all. On a CPU, and for derivatives, plain torch ops. Dynamic
+        in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 

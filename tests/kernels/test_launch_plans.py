@@ -62,15 +62,10 @@ def test_a_call_of_the_same_form_launches_the_same_kernels():
 def test_sizes_strides_dtypes_addresses_and_settings_are_forms():
     plans, kernel, row = LaunchPlans(), Kernel(), torch.zeros(3 * CACHE_ALIGNMENT)
     calls = [
-        (row[:4], 2),
-        (row[:4], 3),
-        (row[:5], 2),
-        (row[:8:2], 2),
-        (row[1:5], 2),
-        (row[:4].double(), 2),
-        (row[:4].int(), 2),
+        (row[:4], 2), (row[:4], 3), (row[:5], 2), (row[:8:2], 2), (row[1:5], 2),
+        (row[:4].double(), 2), (row[:4].int(), 2),
         (torch.nn.Parameter(row[:4].bfloat16(), requires_grad=False), 2),
-    ]
+    ]  # fmt: skip
     for tensor, factor in 2 * calls:
         first, _ = called(plans, kernel, tensor, factor=factor)
         assert first.tolist() == [3.0 * factor] * len(tensor)

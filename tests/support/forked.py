@@ -25,14 +25,10 @@ from tests.support import cpu_seconds
 
 INTERPRETED = ["torch", "triton.experimental.gluon", "tests.kernels.interpreter.masks"]
 IMPORTED = [
-    "tests.support.once",
-    "tests.support.quick",
-    "tests.support.unprobed",
-    "torch._dynamo.testing",
-    "torch._inductor.compile_fx",
-    "torch.export",
+    "tests.support.once", "tests.support.quick", "tests.support.unprobed", "torch._dynamo.testing",
+    "torch._inductor.compile_fx", "torch.export",
     "transformers.models.deepseek_v4.modeling_deepseek_v4",
-]
+]  # fmt: skip
 
 _servers: dict[bool, subprocess.Popen[str]] = {}
 

@@ -20,15 +20,11 @@ from tests.support import cpu_seconds
 
 _starts = itertools.count(1)
 IMPORTED = [
-    "tests.support.once",
-    "tests.support.quick",
-    "tests.support.unprobed",
-    "dsv4_ops.integrations.transformers",
-    "dsv4_ops.testing.models",
-    "torch._dynamo.testing",
+    "tests.support.once", "tests.support.quick", "tests.support.unprobed",
+    "dsv4_ops.integrations.transformers", "dsv4_ops.testing.models", "torch._dynamo.testing",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.deepseek_v4.modeling_deepseek_v4",
-]
+]  # fmt: skip
 
 
 def run_ranks(

@@ -150,14 +150,9 @@ def parts(monkeypatch):
 def test_a_file_has_a_part_for_every_kind_of_layer(tmp_path, parts):
     """Six layers are seven parts; the next step takes all from the file, and Dynamo sees none."""
     names = [
-        "metadata",
-        "window_DeepseekV4HashRouter",
-        "c4_DeepseekV4HashRouter",
-        "c128_DeepseekV4TopKRouter",
-        "c4_DeepseekV4TopKRouter",
-        "norm",
-        "head",
-    ]
+        "metadata", "window_DeepseekV4HashRouter", "c4_DeepseekV4HashRouter",
+        "c128_DeepseekV4TopKRouter", "c4_DeepseekV4TopKRouter", "norm", "head",
+    ]  # fmt: skip
     counters.clear()
     file = {"cache_file": tmp_path / "step.cache"}
     for start in ("compiled", "loaded"):

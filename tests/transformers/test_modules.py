@@ -36,14 +36,10 @@ CALLED = [
     "model.norm",
 ]
 SKIPPED = [
-    "self_attn.q_b_norm",
-    "self_attn.compressor",
-    "self_attn.compressor.kv_norm",
-    "self_attn.compressor.indexer",
-    "self_attn.compressor.indexer.kv_norm",
-    "self_attn.compressor.indexer.scorer",
-    "self_attn.compressor.indexer.rotary_emb",
-]
+    "self_attn.q_b_norm", "self_attn.compressor", "self_attn.compressor.kv_norm",
+    "self_attn.compressor.indexer", "self_attn.compressor.indexer.kv_norm",
+    "self_attn.compressor.indexer.scorer", "self_attn.compressor.indexer.rotary_emb",
+]  # fmt: skip
 
 
 class LoraLinear(nn.Module):

@@ -686,7 +686,7 @@ def _shared(model: Any) -> Any:
     """Return a generation config that lets Hugging Face create logits processors whose values can
     differ between requests."""
     config = copy.deepcopy(model.generation_config)
-    # Hugging Face creates no processor for a default value, so these values differ from defaults
+    # Hugging Face creates no processor for a value that changes nothing, such as temperature 1
     config.do_sample, config.temperature, config.top_k, config.top_p = True, 0.5, 50, 0.5
     config.num_return_sequences = config.repetition_penalty = config.min_p = None
     return config

@@ -327,7 +327,8 @@ def compact_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch ``reference.sanitize.compact_pages`` as one kernel."""
     num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
-    columns = torch.sym_max(max_blocks, 1)  # FlashMLA reads the first column even without rows
+    # FlashMLA reads the first block of a token even if the token has no keys
+    columns = torch.sym_max(max_blocks, 1)
     pages = block_table.new_empty((num_tokens, columns))
     page_lens = lens.new_empty(num_tokens)
     launch(compact_pages_kernel)[(num_tokens,)](

@@ -200,7 +200,7 @@ def indexer_select(
         return scratch.merge((*requests, *table, max_blocks), block_size, slots)
     scratch = _Scratch(launch, q, num_rows, topk, MIN_PART, SHORT_PART)
     sizes = {**scored, **scratch.sizes}
-    # at least 16 rows of the product per warp, and at most half a scratch row
+    # a tile has at least 16 keys per warp, and at most half the keys that a scratch row holds
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     launch(select_keys_kernel)[scratch.programs,](
         *queries, *where, *scratch.arguments, **pages, STAGES=STAGES, SLOTS=slots, **sizes

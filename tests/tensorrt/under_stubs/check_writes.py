@@ -127,13 +127,9 @@ def dynamic(*inputs, **options):
 
 
 PAIRS = [(compiled, module) for compiled in (by_export, by_compile) for module in MODULES] + [
-    (whole, ReadsBefore),
-    (whole, ReadsAfter),
-    (twice, OnlyWrites),
-    (twice, ThroughView),
-    (dynamic, ReadsAfter),
-    (dynamic, ThroughView),
-]
+    (whole, ReadsBefore), (whole, ReadsAfter), (twice, OnlyWrites), (twice, ThroughView), (dynamic,
+    ReadsAfter), (dynamic, ThroughView),
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ class FusedLinear(nn.Module):
         out = self(x)
         # the storage begins with the product
         starts = itertools.accumulate(self.sizes, initial=0)
-        # in a trace of a slice, Inductor would assume either one row or several rows
+        # Inductor would specialise a view of a slice on one row or on several, and compile again
         return [
             out.as_strided((out.shape[0], size // dim, dim), (out.stride(0), dim, 1), start)
             for size, dim, start in zip(self.sizes, dims, starts, strict=False)
