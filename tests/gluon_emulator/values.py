@@ -12,20 +12,12 @@ Number = (int, float, np.number)
 """Types of values that are not tensors; ``isinstance`` with ``numbers.Number`` is slower."""
 
 _STORAGE: dict[str, np.dtype[Any]] = {
-    "int1": np.dtype(np.bool_),
-    "int8": np.dtype(np.int8),
-    "int16": np.dtype(np.int16),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-    "uint8": np.dtype(np.uint8),
-    "uint16": np.dtype(np.uint16),
-    "uint32": np.dtype(np.uint32),
-    "uint64": np.dtype(np.uint64),
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(np.uint16),
-    "fp32": np.dtype(np.float32),
-    "fp64": np.dtype(np.float64),
-}
+    "int1": np.dtype(np.bool_), "int8": np.dtype(np.int8), "int16": np.dtype(np.int16),
+    "int32": np.dtype(np.int32), "int64": np.dtype(np.int64), "uint8": np.dtype(np.uint8),
+    "uint16": np.dtype(np.uint16), "uint32": np.dtype(np.uint32),
+    "uint64": np.dtype(np.uint64), "fp16": np.dtype(np.float16), "bf16": np.dtype(np.uint16),
+    "fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64),
+}  # fmt: skip
 _COMPUTED = {**_STORAGE, "bf16": _STORAGE["fp32"]}
 _ADDRESS = _STORAGE["int64"]
 

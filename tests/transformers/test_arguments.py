@@ -15,21 +15,10 @@ from dsv4_ops.integrations.transformers.batching import hooks
 from dsv4_ops.testing.models import small_mla_model
 
 VALUES = {
-    "7": 7,
-    "-1": -1,
-    "0": 0,
-    "1.5": 1.5,
-    "nan": float("nan"),
-    "str": "x",
-    "bytes": b"x",
-    "list": [],
-    "dict": {},
-    "True": True,
-    "None": None,
-    "object": object(),
-    "function": len,
+    "7": 7, "-1": -1, "0": 0, "1.5": 1.5, "nan": float("nan"), "str": "x", "bytes": b"x",
+    "list": [], "dict": {}, "True": True, "None": None, "object": object(), "function": len,
     "tensor": torch.ones(2),
-}
+}  # fmt: skip
 FLAG, COUNT, COUNT_OR_NONE = "True", "7", "7 None"
 SIZES = dict.fromkeys(("max_batch_size", "max_cache_len", "next_n"), COUNT)
 COUNTS = ("max_new_tokens", "max_length", "num_beams", "prefill_chunk_size")

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dsv4_ops.testing.checkpoint import write_checkpoint
+from dsv4_ops.testing.models import small_model
 from tests.vllm.checkpoints import write_drafting_v3, write_drafting_v4, write_v3, write_v4
 from tests.vllm.engine import Report
 
@@ -22,7 +23,9 @@ def folders(tmp_path_factory):
     """A small V4 and V3 in float32, and a V4 in FP8 and FP4."""
     path = tmp_path_factory.mktemp("models")
     write_checkpoint(path / "released")
-    return {"v4": write_v4(path / "v4"), "v3": write_v3(path / "v3"), "released": path / "released"}
+    small_model().save_pretrained(path / "saved")
+    made = {"v4": write_v4(path / "v4"), "v3": write_v3(path / "v3")}
+    return made | {name: path / name for name in ("released", "saved")}
 
 
 def in_process(module, settings):
@@ -44,6 +47,7 @@ def serve(path, **settings):
 SHARES = {"shared": True, "enable_prefix_caching": True}
 CASES = {
     "whole prefills": ("v4", {"max_num_batched_tokens": 1024}, {}),
+    "a folder of save_pretrained": ("saved", {"count": 4, "max_num_batched_tokens": 1024}, {}),
     "chunks of 64 tokens": ("v4", {}, {"steps": 80}),
     "requests that lose their blocks": (
         "v4",

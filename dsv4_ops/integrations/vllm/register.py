@@ -49,3 +49,9 @@ def register() -> None:
         vllm.ModelRegistry.register_model(architecture, _MODEL)
     for architecture in DRAFTS:
         vllm.ModelRegistry.register_model(architecture, _DRAFT)
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    if "deepseek_v4" in _CONFIG_REGISTRY:  # 0.33 takes the class of transformers
+        from dsv4_ops.integrations.vllm.saved import SavedV4Config
+
+        _CONFIG_REGISTRY["deepseek_v4"] = SavedV4Config
