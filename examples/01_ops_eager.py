@@ -51,7 +51,7 @@ class Layer:
         Args:
             starts: First token of every request in the step, and the number of tokens.
             lens: Length of every request after this step; 0 for a padding request.
-            keys: The constant value of every token's key.
+            keys: A number per token, which all 512 values of the token's key have.
         """
         query_start_loc, seq_lens = int32(starts, self.device), int32(lens, self.device)
         tokens = dsv4_ops.token_map(query_start_loc, seq_lens, num_tokens=len(keys))

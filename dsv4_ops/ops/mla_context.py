@@ -262,8 +262,8 @@ def mla_workspace_rows(
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        The number of rows; with several ranks, a multiple of the block size and of one turn of all
-        ranks.
+        The number of rows; with several ranks, a multiple of ``block_size`` and of
+        ``cp_world_size * cp_interleave``.
 
     Raises:
         ValueError: an argument out of range.

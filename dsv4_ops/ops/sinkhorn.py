@@ -52,9 +52,8 @@ def sinkhorn(
         ValueError: another shape, or a number out of range.
         TypeError: a dtype other than float32.
 
-    Compile: Inductor IR, one kernel that computes all iterations in registers (on a GPU, Inductor's
-        own code takes a kernel per sum), or plain torch ops if a derivative is needed; dynamic in
-        num_tokens; CUDA graphs and export: yes.
+    Compile: Inductor IR: one kernel that computes all iterations in registers. If a derivative is
+        needed, plain torch ops. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 

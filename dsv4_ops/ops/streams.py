@@ -62,8 +62,8 @@ def hyper_connection(
         ``HyperConnection(streams, post, mix, x)``, dense:
 
         - streams, bfloat16: new_i = post_i * block_out + sum_j mix_ji * streams_j, in float32 with
-          one cast. Without ``block_out``, new is the argument ``streams``, and the result is empty,
-          [0, ..].
+          one cast. Without ``block_out``, this field is empty, [0, num_streams, hidden_size], and
+          new in the other fields is the argument ``streams``.
         - post, float32: 2 sigmoid(w_post), for the next call, where w = scale * (RMSNorm(new, all
           streams) fn^T) + base.
         - mix, float32: sinkhorn(w_mix), for the next call.

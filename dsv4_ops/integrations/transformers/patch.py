@@ -59,7 +59,8 @@ def patch(
     our ops replace. Our ops replace ``q_b_norm``, ``kv_b_proj`` (except in V4), and ``compressor``
     and ``indexer`` outside of their projections; a step raises if such a module was changed. Linear
     layers that are no plain ``nn.Linear`` keep their precision. Hugging Face's tensor parallelism
-    works (``tp_plan="auto"``). ``patch`` refuses a model that accelerate split or offloaded.
+    works (``tp_plan="auto"``). ``patch`` refuses a model that was split or offloaded by the
+    library ``accelerate``.
 
     A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
     ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``, without kernels from Hugging Face's hub.
@@ -110,7 +111,7 @@ def patch(
 
     Raises:
         NotImplementedError: an architecture, layer type, rotary embedding or size is not supported;
-            accelerate split or offloaded the model; or tensor parallelism split the heads over
+            ``accelerate`` split or offloaded the model; or tensor parallelism split the heads over
             other ranks than those of ``parallel``, or split only some of the parameters.
         ValueError, TypeError: an argument is invalid, the model is patched already, a failed
             ``generate_batch`` has left Hugging Face's paged attention set, or the ranks of

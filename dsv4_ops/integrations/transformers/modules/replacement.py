@@ -166,7 +166,7 @@ def class_of(module: Any) -> str | None:
 
 
 def is_part(module: Any, part: str) -> bool:
-    """Whether a module is Hugging Face's ``part`` of any family, such as "Attention".
+    """Whether a module is Hugging Face's ``part``, such as "Attention", of any model family.
 
     Traces must not call this function.
     """
