@@ -1,4 +1,4 @@
-"""All names that we import from vLLM. ``register`` refuses releases that may lack a name."""
+"""Names that the model imports from vLLM. ``register`` refuses releases that may lack a name."""
 
 from __future__ import annotations
 
