@@ -112,7 +112,8 @@ PLACES = (
     "position_ids must have shape [2 or 1, 12], got {}. Pass a position per token, or None to go "
     "on where the cache ends."
 )
-OTHER = "cache must have the model's {0}={1}, got {0}={2}. Make it with PagedCache.for_model."
+OTHER = ("cache must have the model's {0}={1}, got {0}={2}. Make it with PagedCache.for_model. "
+         "If the config changed after patch, restore it, or patch the model again.")  # fmt: skip
 RECORDED = "{} must be False with a PagedCache, got True. Pass another cache, or none."
 I64, F32 = "torch.int64 or torch.int32", torch.float32
 MOST = "{} must be at most {} of the cache = {}, got {}"

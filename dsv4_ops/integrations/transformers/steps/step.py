@@ -288,7 +288,8 @@ def check_cache(op: str, spec: ModelSpec, cache: CacheTensors) -> None:
             "cache",
             must="have the model's " + ", ".join(f"{name}={expected[name]}" for name in others),
             got=", ".join(f"{name}={actual_parts.get(name)}" for name in others),
-            do=_FOR_MODEL,
+            do=f"{_FOR_MODEL}. "
+            "If the config changed after patch, restore it, or patch the model again",
         )
     check_device(op, spec.impl, cache.device)
 
