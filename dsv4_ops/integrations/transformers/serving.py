@@ -210,7 +210,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
                 raise
         self.manager.output_router.output_queue = Dropped()
         self.app = self.server.config.app
-        self._harden()
+        self._harden(max_queue)
 
     def run(self) -> None:
         """Serve until a signal ends the server."""
@@ -325,14 +325,14 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         if result is None or result.error is not None:
             raise self.manager.background_thread_status.fatal_error or RuntimeError(result.error)
 
-    def _harden(self) -> None:
+    def _harden(self, max_queue: int) -> None:
         """Answer bad requests with clear errors, and cancel the requests of clients that
         disconnect."""
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler.handle_request = self._checked(handler)
             handler._build_generation_config = _sampled(handler._build_generation_config)
         answer = self._completion_handler.handle_request
-        self._completion_handler.handle_request = _for_each_prompt(answer)
+        self._completion_handler.handle_request = _for_each_prompt(answer, max_queue)
         self.app.add_middleware(Disconnects)
 
         for kind, answer in (
@@ -600,7 +600,7 @@ def _reads_tools(tokenizer: Any) -> bool:
     return bool(without != with_one)
 
 
-def _for_each_prompt(answer: Callable[..., Any]) -> Callable[..., Any]:
+def _for_each_prompt(answer: Callable[..., Any], max_prompts: int) -> Callable[..., Any]:
     """Let ``/v1/completions`` take one or several prompts, as texts or as tokens, like OpenAI's
     API."""
 
@@ -618,6 +618,12 @@ def _for_each_prompt(answer: Callable[..., Any]) -> Callable[..., Any]:
         if not prompts or not all(map(_is_prompt, prompts)):
             raise HTTPException(
                 400, "prompt must be a text, tokens, or a list of these. Send a text."
+            )
+        if len(prompts) > max_prompts:  # before any is tokenised, which holds other requests up
+            raise HTTPException(
+                400,
+                f"prompt must have at most max_queue = {max_prompts} prompts, got {len(prompts)}. "
+                "Send several requests.",
             )
         if body.get("stream") and len(prompts) > 1:
             raise HTTPException(
