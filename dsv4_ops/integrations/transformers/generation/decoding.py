@@ -184,7 +184,8 @@ def decoded(model: Any, call: Call, streamer: Any, kept: KeptCache | None = None
     getattr(model, STEPS).prefills.ran()
     texts = Texts(call)
     with _decoding(model):
-        texts.extend(step, logits.float(), streamer, captures=captures)
+        shares = model.dsv4_ops_spec.parallel is not None
+        texts.extend(step, logits.float(), streamer, captures=captures, shares=shares)
     return texts
 
 
@@ -289,9 +290,17 @@ class Texts:
         self._rows = self._starts[:-1].clone()  # a copy: shared memory would need another graph
 
     def extend(
-        self, step: Step, logits: Tensor, streamer: Any = None, *, captures: bool = False
+        self,
+        step: Step,
+        logits: Tensor,
+        streamer: Any = None,
+        *,
+        captures: bool = False,
+        shares: bool = False,
     ) -> None:
-        """Choose the tokens after ``logits``, then run ``step`` until all texts have ended."""
+        """Choose the tokens after ``logits``, then run ``step`` until all texts have ended. Ranks
+        that share the cache check after every step, because only one of them may have a
+        streamer."""
 
         def decode() -> None:
             self._append(step(self._batch(), self.cache.tensors).float())
@@ -299,8 +308,8 @@ class Texts:
         self._append(logits)
         _stream(streamer, self)
         for count in range(1, self.max_new):
-            looks = streamer is not None or count % _check_every(self.ids.device) == 0
-            if looks and self.eos is not None and bool(self.ended.all()):
+            checks = shares or streamer is not None or count % _check_every(self.ids.device) == 0
+            if checks and self.eos is not None and bool(self.ended.all()):
                 break
             if captures and self.ids.is_cuda and count == WARM_CALLS + 1:
                 decode = captured(decode)
