@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsv4_ops.integrations.vllm import SWITCH, register
-from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.models import HEAVY, small_model
 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
@@ -45,12 +45,12 @@ def test_switched_on_it_registers_one_class_for_all_families(monkeypatch, versio
     given = SimpleNamespace(DeepseekV4Config=SimpleNamespace)
     monkeypatch.setitem(sys.modules, f"{parts}s.deepseek_v4", given)
     register()
+    assert bool(known) == (version == "0.32.0")
     if known:
-        config = known["deepseek_v4"](**small_model().config.to_dict())
-        assert (config.compress_ratios, config.num_hash_layers) == ([0, 4, 128, 0], 1)
+        fields = small_model().config.to_dict() | {"compress_rates": {HEAVY: 64}}
+        config = known["deepseek_v4"](**fields)  # other rates are those of transformers
+        assert (config.compress_ratios, config.num_hash_layers) == ([0, 4, 64, 0], 1)
         assert not {"layer_types", "mlp_layer_types", "rope_parameters"} & set(vars(config))
-    else:
-        assert known == {}
     drafts = {registry.models.pop(f"DeepSeek{name}Model") for name in ("V4MTP", "MTP")}
     assert drafts == {"dsv4_ops.integrations.vllm.draft:DeepseekDraft"}
     assert sorted(registry.models) == [f"DeepseekV{n}ForCausalLM" for n in (2, 3, 4)]

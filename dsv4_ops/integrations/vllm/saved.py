@@ -6,6 +6,9 @@ from typing import Any
 
 from vllm.transformers_utils.configs.deepseek_v4 import DeepseekV4Config
 
+_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+"""Transformers' default of ``compress_rates``."""
+
 
 class SavedV4Config(DeepseekV4Config):
     """The config of a released folder, or of one in the fields of transformers.
@@ -23,7 +26,8 @@ def _as_released(fields: dict[str, Any]) -> dict[str, Any]:
     fields = dict(fields)
     kinds, experts = fields.pop("layer_types", None), fields.pop("mlp_layer_types", None)
     if kinds is not None:
-        rates, drafts = fields.get("compress_rates", {}), fields.get("num_nextn_predict_layers", 0)
+        rates = _RATES | (fields.get("compress_rates") or {})
+        drafts = fields.get("num_nextn_predict_layers") or 0
         fields.setdefault("compress_ratios", [*(rates.get(k, 0) for k in kinds), *[0] * drafts])
     if experts is not None:
         fields.setdefault("num_hash_layers", experts.count("hash_moe"))
