@@ -24,6 +24,10 @@ FEW, MANY = (16, 16, 4), (32, 64, 4)
 (256 programs with V4 Flash), and for a large or symbolic batch. On GPUs without ``large_tiles``,
 the tiles of a large batch need twice as many warps."""
 
+MANY_STREAMS = 4
+"""With more streams, a program of a large batch has half as many tokens and the larger number of
+warps on every GPU. Otherwise a thread spills 0.5 to 4.5 KB of registers."""
+
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum number of programs for a large batch, and minimum and maximum column steps per program. A
 program adds its steps to one partial sum. A program takes one step if the minimum number of steps
@@ -256,8 +260,10 @@ def hyper_connection(
     is_static = isinstance(num_tokens, int)
     is_small = is_static and num_tokens <= FEW_TOKENS
     columns, tokens, warps = FEW if is_small else MANY
+    has_many = count > MANY_STREAMS and not is_small
+    tokens //= 1 + has_many
     target = launch.target(streams.device)
-    if not (is_small or target.large_tiles):
+    if has_many or not (is_small or target.large_tiles):
         warps *= 2
     blocks, groups = triton.cdiv(width, columns), (num_tokens + tokens - 1) // tokens
     steps = 1  # a symbolic batch may be small
