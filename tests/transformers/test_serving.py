@@ -409,9 +409,8 @@ def test_a_full_queue_is_refused(server, slow):
     """Lists of three prompts, of which eight may wait or run: all prompts of a list or none."""
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda n: post(server, TEXT, {"prompt": [f"{n}"] * 3}), range(12)))
-    statuses = sorted(status for status, _ in answers)
+    statuses, (*_, refused) = zip(*sorted(answers, key=lambda each: each[0]), strict=True)
     assert (statuses[1], set(statuses)) == (200, {200, 503})
-    refused = next(answer for status, answer in answers if status == 503)
     assert refused["error"]["message"].startswith("The server has 8 requests, its most. Send")
     settled(server)
 
