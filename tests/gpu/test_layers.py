@@ -1,8 +1,6 @@
 """Attention layers on a GPU: kernels against the formulas, CUDA graphs, packages. Run there with
 ``pytest -m gpu tests``; without a GPU the same code runs the references."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +13,7 @@ from dsv4_ops.attention import LayerSpec
 from dsv4_ops.lowering import inspect
 from tests.attention.test_layers import CUTS, assert_close
 from tests.compile.test_compiled_layers import STEPS, Packaged, hidden
-from tests.compile.test_export import RUN_IN_PYTHON
-from tests.support import layers
+from tests.support import forked, layers
 from tests.support.layers import HEADS, KINDS, LENGTH, PLAIN, SPEC, Engine, SmallLayer, in_chunks
 from tests.support.prefill_batches import GRAPHS
 
@@ -156,8 +153,7 @@ def test_a_package_of_every_kind(kind: str, plan_heads: int, tmp_path: Path) -> 
     paths = [tmp_path / f"{kind}{plan_heads}_{number}.pt" for number in range(len(STEPS))]
     for path, given in zip(paths, inputs, strict=True):
         torch.save(given, path)
-    command = [sys.executable, "-c", RUN_IN_PYTHON, package, *paths]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    forked.run_package(package, *paths)
     run = inspect.load_package(package)
     for path, given, want in zip(paths, inputs, expected, strict=True):
         out, *after = torch.load(f"{path}.out")

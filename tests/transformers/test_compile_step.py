@@ -1,5 +1,6 @@
 """``compile_step``: one graph for every kind of layer, whatever the depth, and a file of them."""
 
+import copy
 import zipfile
 from dataclasses import replace
 from functools import partial
@@ -89,7 +90,7 @@ def test_what_a_trace_refuses_is_said_as_by_the_step():
     model.model.layers[0].self_attn.scaling = 3.0
     with pytest.raises(ValueError, match=r"^decode_step: model.layers.0.self_attn.scaling must"):
         step(*first_step(model))
-    model = reference()
+    model = copy.deepcopy(reference())  # other tests share the original
     model.set_experts_implementation("eager")
     with pytest.raises(NotImplementedError, match=r"^compile_step: experts_implementation must"):
         v4.compile_step(model, mode="regional", backend="eager")(*first_step(model))
