@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import PriorityQueue
+from threading import Semaphore, Thread
 from typing import Any
 
 Wait = Callable[[], Any]
@@ -13,7 +16,11 @@ Wait = Callable[[], Any]
 
 def compile_workers() -> Callable[..., Wait] | None:
     """Return a function that submits jobs to a compile worker; None if
-    TORCHINDUCTOR_COMPILE_THREADS or the machine allows only one compile at a time."""
+    TORCHINDUCTOR_COMPILE_THREADS or the machine allows only one compile at a time.
+
+    The function takes the job's function, its arguments, and ``urgent``: jobs that are not urgent
+    start after all urgent jobs. A job becomes urgent when the caller waits for it.
+    """
     from dsv4_ops.lowering import _compat
 
     if _compat.get_compile_threads() <= 1:
@@ -21,25 +28,64 @@ def compile_workers() -> Callable[..., Wait] | None:
     # set now, as Inductor does later, because file names depend on the release of ptxas
     _compat.set_ptxas_path()
 
-    def submit(function: Callable[..., Any], *args: Any) -> Wait:
+    def submit(function: Callable[..., Any], *args: Any, urgent: bool = True) -> Wait:
         _compat.AsyncCompile.process_pool()  # starts with the first job
-        sent: Future[Future[Any]] = _sender().submit(_send, function, *args)
-        return lambda: sent.result().result()
+        return _sender(_compat.get_compile_threads()).send(function, args, urgent)
 
     return submit
 
 
-def _send(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Send a job after the pool's process has imported torch. Before the import is done, a few jobs
-    would fill the pipe to the process, and Inductor, which uses the same pipe, would wait."""
-    from dsv4_ops.lowering import _compat
+class _Sender:
+    """A thread that sends jobs to the pool, urgent jobs first.
 
-    _compat.AsyncCompile.wait_pool_ready()
-    job: Future[Any] = _compat.AsyncCompile.process_pool().submit(function, *args)
-    return job
+    A graph waits for its kernels, which Inductor sends to the same pool. So a quarter of the
+    workers take none of our jobs.
+
+    The thread is a daemon, so that a process ends without the jobs that are not sent yet.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._jobs: PriorityQueue[Any] = PriorityQueue()
+        self._order = itertools.count()
+        self._idle = Semaphore(max(workers * 3 // 4, 1))
+        Thread(target=self._run, name="dsv4_ops_jobs", daemon=True).start()
+
+    def send(self, function: Callable[..., Any], args: tuple[Any, ...], urgent: bool) -> Wait:
+        sent: Future[Future[Any]] = Future()
+
+        def queue(urgent: bool) -> None:
+            self._jobs.put((not urgent, next(self._order), sent, function, args))
+
+        def wait() -> Any:
+            if not urgent and not sent.done():
+                queue(True)
+            return sent.result().result()
+
+        queue(urgent)
+        return wait
+
+    def _run(self) -> None:
+        from dsv4_ops.lowering import _compat
+
+        while True:
+            self._idle.acquire()
+            *_, sent, function, args = self._jobs.get()
+            if sent.done():  # it was queued again when it became urgent
+                self._idle.release()
+                continue
+            try:
+                # before the pool's process has imported torch, a few jobs would fill the pipe to
+                # it, and Inductor, which uses the same pipe, would wait
+                _compat.AsyncCompile.wait_pool_ready()
+                job = _compat.AsyncCompile.process_pool().submit(function, *args)
+            except Exception as error:
+                self._idle.release()
+                sent.set_exception(error)
+            else:
+                job.add_done_callback(lambda _: self._idle.release())
+                sent.set_result(job)
 
 
 @functools.cache
-def _sender() -> ThreadPoolExecutor:
-    """Return a thread that waits for the pool and sends jobs."""
-    return ThreadPoolExecutor(1, thread_name_prefix="dsv4_ops_jobs")
+def _sender(workers: int) -> _Sender:
+    return _Sender(workers)

@@ -2,6 +2,10 @@
 
 import importlib
 import pkgutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.kernels import precompile
 from dsv4_ops.kernels.common.triton_compat import name_alike
 from dsv4_ops.kernels.kv_cache import plain
+from dsv4_ops.lowering import _compat, workers as inductor
 from dsv4_ops.testing import op_testing
 from tests.support.attention_batches import GATHERED, gathered_case
 from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
@@ -139,3 +144,39 @@ def test_a_key_does_not_depend_on_what_had_one_before():
     for each in functions:
         constants = {(name, repr(value)) for (name, _), (value, _) in each.used_global_vals.items()}
         assert len({name for name, _ in constants}) == len(constants), each.fn.__name__
+
+
+def test_urgent_jobs_start_first(monkeypatch):
+    """Three of four workers take our jobs. A job becomes urgent when a launch waits for it."""
+    started, jobs = SimpleQueue(), {}
+
+    def submit(name):
+        started.put(name)
+        return jobs.setdefault(name, Future())
+
+    pools = SimpleNamespace(
+        process_pool=lambda: SimpleNamespace(submit=submit), wait_pool_ready=lambda: None
+    )
+    monkeypatch.setattr(_compat, "AsyncCompile", pools)
+    sender = inductor._Sender(4)
+    waits = [sender.send(name, (), name in "abcf") for name in "abcdef"]
+    assert [started.get(timeout=9) for _ in "abc"] == [*"abc"]
+    jobs["a"].set_result(None)
+    assert started.get(timeout=9) == "f"
+    with ThreadPoolExecutor() as threads:
+        wait = threads.submit(waits[4])
+        while sender._jobs.qsize() < 3:  # d, e, and e again
+            time.sleep(0.01)
+        for name, following in zip("bc", "ed", strict=True):
+            jobs[name].set_result(None)
+            assert started.get(timeout=9) == following
+        jobs["e"].set_result(7)
+        assert wait.result(timeout=9) == 7
+
+
+def test_a_pool_that_takes_no_job_fails_in_the_wait(monkeypatch):
+    pools = SimpleNamespace(process_pool=lambda: None, wait_pool_ready=lambda: 1 / 0)
+    monkeypatch.setattr(_compat, "AsyncCompile", pools)
+    for wait in [inductor._Sender(1).send(print, (), True) for _ in range(3)]:
+        with pytest.raises(ZeroDivisionError):
+            wait()

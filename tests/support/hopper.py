@@ -36,10 +36,11 @@ class Workers:
     """A pool that runs a job when the caller waits for the job."""
 
     def __init__(self):
-        self.asked, self.ran = [], 0
+        self.asked, self.urgent, self.ran = [], [], 0
 
-    def submit(self, function, content):
+    def submit(self, function, content, urgent=True):
         self.asked.append(content)
+        self.urgent.append(urgent)
 
         def wait():
             self.ran += 1

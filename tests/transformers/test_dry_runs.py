@@ -1,5 +1,6 @@
 """Steps run with fake tensors first: their checks, and their kernels on a GPU that is not there."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from dsv4_ops.core.torch_compat import FakeTensorMode
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.steps import dry_runs
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
+from dsv4_ops.kernels import precompile
 from dsv4_ops.lowering import workers as inductor
 from dsv4_ops.testing.models import small_model
 from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
@@ -80,6 +82,22 @@ def test_the_next_process_asks_for_no_kernels_of_a_step_that_ran(step, monkeypat
         requests.request_kernels(model, cache, 1, 1, DECODE if requests is not other else {})
         first.ran()
     assert [bool(each.num_parts) for each in (first, second, other)] == [True, False, True]
+    assert len(list(tmp_path.glob("dsv4_ops-*"))) == 1
+
+
+def test_other_sizes_are_compiled_after_the_first(step, monkeypatch, tmp_path):
+    """Only by the process that compiled the first, the only size whose kernels it has then."""
+    model, cache, workers, _ = step
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(precompile, "requests", lambda submit: submit(len, "") and nullcontext())
+    for _ in range(2):
+        requests = dry_runs.DryRuns(prefill_step)
+        requests.request_others(model, cache, {})
+        requests.request_kernels(model, cache, 60, 2, {})
+        for _ in range(2):
+            requests.request_others(model, cache, {})
+        requests.ran()
+        assert workers.urgent == [True] + [False] * len(dry_runs.OTHERS[prefill_step])
     assert len(list(tmp_path.glob("dsv4_ops-*"))) == 1
 
 

@@ -423,10 +423,12 @@ def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
     step = compiled_step(model, decode_step, call.config.compile_config)
     num_tokens = min(call.prompts.numel(), cache.max_chunk * rows)
     num_tokens = bucket(num_tokens) if keeps else num_tokens
-    getattr(model, STEPS).prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
+    prefills: DryRuns = getattr(model, STEPS).prefills
+    prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
     if not step.parts and cache.device.type == "cuda":
         with _decoding(model):  # compiled layers depend on settings that ``_decoding`` changes
             _whole(step)(padding(rows, rows, cache.device), cache.tensors)
+        prefills.request_others(model, cache.tensors, {})
     return step
 
 

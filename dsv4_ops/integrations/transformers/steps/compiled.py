@@ -257,7 +257,7 @@ class CompiledStep:
                     raise
             if self.settings["dynamic"]:
                 tensors = tensors_of(self.step.__name__, cache)
-                self._dry_runs.request_batches(self.model, tensors, rest)
+                self._dry_runs.request_others(self.model, tensors, rest)
             return found
 
     def __repr__(self) -> str:

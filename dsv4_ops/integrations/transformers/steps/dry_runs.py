@@ -36,9 +36,9 @@ _log = logging.getLogger(__name__)
 PARTS = {decode_step: decode, prefill_step: prefill}
 """For each step, the function that runs the step in parts."""
 
-BATCHES = (1, 2, 8, 16, 32)
-"""Numbers of requests. After a first decode step, workers compile the kernels of decode steps with
-these numbers of requests. Steps with other numbers need few more kernels."""
+OTHERS = {decode_step: (1, 2, 8, 16, 32), prefill_step: (1, 128, 512, 2048, 8192)}
+"""For each step, numbers of tokens. After a first step, workers compile the kernels of steps with
+these numbers of tokens. Steps with other numbers need few more kernels."""
 
 
 class DryRuns:
@@ -59,7 +59,7 @@ class DryRuns:
     def __init__(self, step: Callable[..., Any], parts: Callable[..., Any] | None = None) -> None:
         self.step, self._parts = step, parts or PARTS[step]
         self._asked: set[Any] = set()
-        self._has_asked_batches, self._has_jobs = False, False
+        self._has_asked_others, self._has_jobs = False, False
         self._passed: set[Any] = set()
         self._fails: bool | None = None
         self._marks: list[Path] = []
@@ -104,7 +104,13 @@ class DryRuns:
         return structure in self._passed
 
     def request_kernels(
-        self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
+        self,
+        model: Any,
+        cache: CacheTensors,
+        num_tokens: int,
+        num_reqs: int,
+        rest: dict[str, Any],
+        urgent: bool = True,
     ) -> None:
         """Let workers compile the kernels of these sizes, once per size class.
 
@@ -127,7 +133,7 @@ class DryRuns:
 
         def noted(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
             self._has_jobs = True
-            return submit(function, *args)
+            return submit(function, *args, urgent=urgent)
 
         try:
             self._run(model, cache, num_tokens, num_reqs, rest, requests(noted))
@@ -157,15 +163,17 @@ class DryRuns:
         digest = hashlib.sha256(repr(depends).encode()).hexdigest()[:32]
         return Path(cache_folder()) / f"dsv4_ops-{digest}"
 
-    def request_batches(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
-        """Let workers compile the kernels of decode steps of other sizes (``BATCHES``), while the
-        process goes on. If the first step needed no new kernel, an earlier process has compiled
-        these kernels too."""
-        if self.step is decode_step and self._has_jobs and not self._has_asked_batches:
-            self._has_asked_batches = True
-            for requests in BATCHES:
-                self.request_kernels(model, cache, requests, requests, rest)
-            self._marks.clear()  # no step of these sizes ran, so kernels may be missing
+    def request_others(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
+        """Let workers compile the kernels of steps of other sizes (``OTHERS``), while the process
+        goes on. If the first step needed no new kernel, an earlier process has compiled these
+        kernels too."""
+        if self._has_jobs and not self._has_asked_others:
+            self._has_asked_others = True
+            marks = list(self._marks)
+            for tokens in OTHERS[self.step]:
+                requests = tokens if self.step is decode_step else 1
+                self.request_kernels(model, cache, tokens, requests, rest, urgent=False)
+            self._marks = marks  # no step of these sizes ran, so kernels may be missing
 
     def _run(
         self,
@@ -232,11 +240,12 @@ def calls_users(model: Any) -> bool:
     )
 
 
-def _class(size: int) -> tuple[bool, bool, int]:
-    """Return the size class of a number. Steps of one class have the same kernels, with few
-    exceptions: launchers choose tiles by powers of two, and Triton compiles some kernels again for
-    1 and for multiples of 16."""
-    return size == 1, size % 16 == 0, (size - 1).bit_length()
+def _class(size: int) -> tuple[bool, bool, int, int]:
+    """Return the size class of a number: four classes for each power of two. Steps of one class
+    have the same kernels, with few exceptions: launchers choose tiles at a few sizes, and Triton
+    compiles some kernels again for 1 and for multiples of 16."""
+    bits = (size - 1).bit_length()
+    return size == 1, size % 16 == 0, bits, (size - 1) >> max(bits - 3, 0)
 
 
 def padding(num_tokens: int, num_reqs: int, device: torch.device) -> StepBatch:
