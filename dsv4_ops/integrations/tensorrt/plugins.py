@@ -162,8 +162,9 @@ def _sign(function: Any, kinds: dict[str, Any], returned: Any) -> None:
 def apply_rope_kernel(
     dtype: torch.dtype, dim: int, rope: int, inverse: bool, capability: int
 ) -> Kernel:
-    """Return the kernel of ``apply_rope``. The parameters are x, positions, cos_sin_cache, rows per
-    token, rows of the table, and out. The kernel needs one block per row."""
+    """Return the kernel of ``apply_rope``. The parameters are x, positions, cos_sin_cache, the
+    number of rows per token, the number of rows of the table, and out. The kernel needs one thread
+    block per row."""
     from dsv4_ops.integrations.tensorrt.kernels import apply_rope_kernel as kernel
 
     options = {"DIM": dim, "ROPE": rope, "INVERSE": inverse, "num_warps": 1}
@@ -173,8 +174,8 @@ def apply_rope_kernel(
 
 def combine_kernel(settings: dict[str, int], capability: int) -> Kernel:
     """Return the kernel of ``combine_topk_swa_indices``. The parameters are the op's tensors, the
-    columns of topk_indices, the number of requests, and both results. The kernel needs one block
-    per token."""
+    number of columns of topk_indices, the number of requests, and both results. The kernel needs
+    one thread block per token."""
     from dsv4_ops.integrations.tensorrt.kernels import combine_topk_swa_kernel as kernel
 
     integer, long = torch.int32, torch.int64
@@ -195,8 +196,8 @@ def combine_options(
 
 
 LOGITS_ROWS = {torch.bfloat16: 64, torch.float32: 32}
-"""Scores per block, by dtype of the keys. This number of keys and the queries of 64 heads fit into
-48 KiB of shared memory, the default."""
+"""Scores per thread block, by dtype of the keys. This number of keys and the queries of 64 heads
+fit into 48 KiB of shared memory, the default."""
 
 
 def logits_options(
@@ -212,8 +213,8 @@ def logits_kernel(
     dtype: torch.dtype, num_heads: int, dim: int, settings: dict[str, int], capability: int
 ) -> Kernel:
     """Return the kernel of ``indexer_logits``. The parameters are the op's tensors except for the
-    schedule, the number of requests, the columns of block_table, the blocks of k_cache, and the
-    scores. The kernel needs one block per token and ``LOGITS_ROWS`` rows."""
+    schedule; the numbers of requests, of columns of block_table and of blocks of k_cache; and the
+    scores. The kernel needs one thread block per token and ``LOGITS_ROWS`` rows."""
     from dsv4_ops.integrations.tensorrt.kernels import indexer_logits_kernel as kernel
 
     integers = (torch.int32,) * 3

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from dsv4_ops.core.errors import argument_error
 
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")
-"""Metadata of the buffers whose addresses are the last two parameters of a Triton kernel."""
+"""Fields of Triton's metadata with the sizes of two buffers, whose addresses are the last two
+parameters of a kernel."""
 
 
 class Kernel(NamedTuple):
@@ -28,7 +29,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(op: str, compiled: Any) -> Kernel:
-    """Return a kernel that Triton compiled in the form that TensorRT launches.
+    """Convert a kernel that Triton compiled to the form that TensorRT launches.
 
     Raises:
         NotImplementedError: the kernel needs scratch memory, which a plugin cannot provide.

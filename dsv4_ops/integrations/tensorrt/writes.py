@@ -1,9 +1,9 @@
 """Ops that write in place, return what they wrote, and run after earlier readers.
 
 torch-tensorrt partitions a functional graph into engines and PyTorch segments, and orders engines
-and segments only by data dependencies. Therefore an op of ``write_op`` returns the caches that it
-wrote, and later readers use these results instead of the arguments. The op takes the results of
-earlier readers in ``after``.
+and segments only by data dependencies. Therefore an op that ``write_op`` defines returns the caches
+that it wrote, and later readers use these results instead of the arguments. The op takes the
+results of earlier readers in ``after``.
 """
 
 from __future__ import annotations

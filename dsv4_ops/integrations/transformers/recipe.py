@@ -20,17 +20,17 @@ class Recipe:
     ``activations``, ``activation_scale`` and ``expert_activations`` are for models with FP8 and FP4
     weights. In such models, SwiGLU is always in float32.
 
-    Three other differences have no field. The official code multiplies by an expert's routing
-    weight before the last projection, and Hugging Face multiplies after this projection. The
-    official code simulates FP4 in the indexer; we use FP8 in the indexer with ``kv="fp8"``, and do
-    not quantise otherwise. Hugging Face quantises the activations of FP4 experts in blocks of 32;
-    we keep these activations in bf16, or use the official blocks of 128.
+    Three other differences have no field. The official code multiplies the input of an expert's
+    last projection by the routing weight, and Hugging Face multiplies the output. The official code
+    simulates FP4 in the indexer; we use FP8 in the indexer with ``kv="fp8"``, and do not quantise
+    otherwise. Hugging Face quantises the activations of FP4 experts in blocks of 32; we keep these
+    activations in bf16, or use the official blocks of 128.
 
     Args:
         norms_float32: Multiply by a norm's weight in float32 and round once, as Hugging Face does
             since transformers 5.18.
         rope_float32: Keep cosines and sines in float32, not in the model's dtype.
-        compressor_float32: Return float32 from the compressor's projections.
+        compressor_float32: Let the compressor's projections return float32.
         router_float32: Compute router logits and scores in float32.
         swiglu_float32: Compute SwiGLU of all experts in float32, and round once.
         streams_float32: Mix the residual streams in float32, and round once.

@@ -251,7 +251,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         return patch(model, **self._patch)
 
     def _only_own(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Let ``load`` refuse other models: Hugging Face loads the processor before the model."""
+        """Let ``load``, which loads the processor, refuse other models: ``_load`` runs only after
+        it."""
 
         def checked(name: str, *args: Any, **rest: Any) -> Any:
             if name != self._name_of_model():
@@ -319,7 +320,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         return lambda part: self._on_progress(f"compiling {part} of {step}")
 
     def _warm_up(self) -> None:
-        """Run a request of two tokens, to compile the prefill step and the decode step."""
+        """Run a request with two new tokens, to compile the prefill step and the decode step."""
         self.manager.add_request([0, 0], request_id="warm-up", max_new_tokens=2)
         result = self.manager.get_result()
         if result is None or result.error is not None:
@@ -396,7 +397,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
             raise
 
     def _admit(self, inputs: Any, gen_config: Any, request_id: str) -> str:
-        """Check and limit a request; return an id that no other request has."""
+        """Check a request, and limit its new tokens; return an id that no other request has."""
         count = len(self._cb.unfinished())
         if count >= self.max_queue:
             raise HTTPException(
@@ -595,7 +596,7 @@ def _reads_tools(tokenizer: Any) -> bool:
             tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
             for tools in (None, [{"type": "function", "function": function}])
         )
-    except Exception:  # each request raises the template's error
+    except Exception:  # every request will raise the template's error
         return True
     return bool(without != with_one)
 
@@ -619,7 +620,7 @@ def _for_each_prompt(answer: Callable[..., Any], max_prompts: int) -> Callable[.
             raise HTTPException(
                 400, "prompt must be a text, tokens, or a list of these. Send a text."
             )
-        if len(prompts) > max_prompts:  # before any is tokenised, which holds other requests up
+        if len(prompts) > max_prompts:  # check first: tokenising holds up other requests
             raise HTTPException(
                 400,
                 f"prompt must have at most max_queue = {max_prompts} prompts, got {len(prompts)}. "

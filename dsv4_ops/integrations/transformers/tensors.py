@@ -39,7 +39,8 @@ class CacheTables:
 
     Attributes:
         swa: Blocks of the window cache; the blocks of a row are a ring.
-        compressed: Blocks of compressed rows and indexer keys, from the pool; -1 if not reserved.
+        compressed: Numbers of the pool's blocks that hold compressed rows and indexer keys; -1
+            where none is reserved.
         c4_states, c128_states: Blocks of the compressor states; the blocks of a row are a ring.
     """
 

@@ -60,7 +60,7 @@ def check_config(vllm_config: Any) -> None:
     family, families = model.hf_config.model_type, " or ".join(CLASSES)
     _check("model_type", family in CLASSES, families, family)
     one = "1, as weights are Hugging Face's"
-    if parallel.tensor_parallel_size > 1:  # Hugging Face's plan splits over all processes
+    if parallel.tensor_parallel_size > 1:  # Hugging Face's plan uses all processes
         ranks, device = "with several ranks", vllm_config.device_config.device
         _check("tensor_parallel_size", str(device) == "cpu", "1 on a GPU", "several ranks")
         _check(

@@ -105,7 +105,8 @@ class DeepseekForCausalLM(nn.Module):
         return self.hf.model
 
     def get_mtp_target_hidden_states(self) -> Tensor | None:
-        """Return the residual streams of the last step, if a draft layer reads these streams."""
+        """Return the streams of the last step (``ModelSpec.run_streams``), if a draft layer reads
+        them."""
         return None if self.steps is None else self.steps.streams
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

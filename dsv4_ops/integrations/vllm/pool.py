@@ -24,9 +24,9 @@ class PooledCaches:
     Attributes:
         pool: All bytes, [num_blocks, bytes of a block], uint8.
         layouts: Layout of each cache, by the cache's name.
-        offsets: The offset of each cache in a block, in units of 16 bytes, as the first size of an
-            empty tensor. A graph is compiled for one value of an int, but for any size of a tensor,
-            so one graph serves all layers of a kind.
+        offsets: For each cache, an empty tensor whose first size is the cache's offset in a block,
+            in units of 16 bytes. A graph is compiled for one value of an int, but for any size of a
+            tensor, so one graph serves all layers of a kind.
         make: Function that makes the caches of a layer from its tensors by name.
     """
 

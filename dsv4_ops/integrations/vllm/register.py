@@ -42,8 +42,8 @@ def register() -> None:
             do=install_extra("vllm"),
             kind=ImportError,
         )
-    # by default, vLLM splits V4's CUDA graphs at its own ops, which our model does not call, and
-    # does not compile the model
+    # by default, vLLM does not compile V4, and splits V4's CUDA graphs at vLLM's own ops, which our
+    # model does not call
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     for architecture in ARCHITECTURES:
         vllm.ModelRegistry.register_model(architecture, _MODEL)

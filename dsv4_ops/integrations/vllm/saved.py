@@ -11,7 +11,7 @@ _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
 
 class SavedV4Config(DeepseekV4Config):
-    """The config of a released folder, or of one in the fields of transformers.
+    """The config of a released folder, or of a folder whose config has transformers' fields.
 
     Args:
         fields: The fields of ``config.json``.
@@ -22,7 +22,8 @@ class SavedV4Config(DeepseekV4Config):
 
 
 def _as_released(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a released folder. vLLM refuses the names of layers in transformers."""
+    """Convert transformers' fields to those of a released folder, because vLLM refuses
+    transformers' names of layer types."""
     fields = dict(fields)
     kinds, experts = fields.pop("layer_types", None), fields.pop("mlp_layer_types", None)
     if kinds is not None:

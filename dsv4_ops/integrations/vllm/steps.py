@@ -159,8 +159,8 @@ class V4Family:
     def build(
         self, groups: V4Groups, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
     ) -> tuple[AttentionStep, ...]:
-        """Build the metadata of every layer. Layers with the same block table of windows share
-        their metadata."""
+        """Build the metadata of every layer. Layers whose window caches have the same block table
+        share their metadata."""
         windows = [of(layer, "swa") for layer in groups.windows]
         # detach, because a graph is compiled again if two of its arguments are the same tensor
         compressed, states = (
@@ -192,8 +192,8 @@ class V4Family:
             swa.slot_mapping,
             BlockTables(swa.block_table, **(none | compressed)),
             StateTables(**(none | states)),
-            # compute this tensor, as ``with_window`` does: a graph would be compiled again for a
-            # tensor of the engine, which was not made in inference mode
+            # compute this tensor, as ``with_window`` does: the engine's tensors were not made in
+            # inference mode, so a graph would be compiled again for one of them
             is_valid_token=swa.slot_mapping >= 0,
             plan_heads=spec.plan_heads if plans else 0,
         )
@@ -211,8 +211,9 @@ class V4Family:
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """Whether a token may read states that another request saves in the same step.
 
-        Shared prefixes end at the end of a block. After a prefix, the token that completes the
-        first window of a compressor is the first token that reads states of the prefix.
+        This happens if the requests share a prefix. A shared prefix ends at the end of a block, so
+        the first later token that reads the prefix's states completes a C4 window. A decode step
+        with fewer than ``c4_ratio`` tokens per request does not reach such a token.
         """
         return schedule == "prefill" or decode_tokens >= self.spec.layers.attention.c4_ratio
 
@@ -221,7 +222,7 @@ class V4Groups(NamedTuple):
     """Layers of V4 that share block tables.
 
     Attributes:
-        windows: One layer for each block table of windows.
+        windows: One layer for each block table of window caches.
         window_of: For every layer, the index in ``windows`` of the layer with the same block table.
         first: First layer of every kind that has a compressor.
     """

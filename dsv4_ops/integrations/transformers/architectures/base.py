@@ -357,8 +357,8 @@ class ModelSpec(ABC):
     def refresh(self, op: str, body: Any, *, copies_only: bool = False) -> None:
         """Update the modules of ``body`` from their weights, before an eager step.
 
-        With ``copies_only``, update only copies of weights. Other buffers share the weights'
-        memory.
+        Pass ``copies_only`` if all other buffers still share the weights' memory: then only the
+        buffers that copy weights need an update.
         """
         if torch.compiler.is_compiling() or kernel_requests.are_on():
             return

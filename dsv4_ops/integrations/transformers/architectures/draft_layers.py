@@ -69,7 +69,7 @@ def empty_copy(module: Any) -> Any:
         name: None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
         for name, parameter in module._parameters.items()
     }
-    copied._buffers, copied._modules = {}, dict(module._modules)  # keep the activation of experts
+    copied._buffers, copied._modules = {}, dict(module._modules)  # experts keep their activation
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         setattr(copied, hooks, OrderedDict())
     return copied

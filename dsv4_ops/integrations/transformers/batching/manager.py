@@ -68,7 +68,7 @@ def manager_of(model: Any, generation_config: Any, config: Any, hints: Any) -> M
 
 
 class StepModel:
-    """A patched model with the call that Hugging Face's continuous batching makes.
+    """A patched model that takes the arguments with which Hugging Face's continuous batching calls.
 
     Args:
         model: The patched model. A ``StepModel`` has all attributes of this model too.
@@ -303,7 +303,8 @@ def cache_sizes(model: Any, config: Any, hints: Any, longest: int | None = None)
 
 
 def _default_blocks(model: Any, config: Any, rows: int, length: int, chunk: int) -> int:
-    """Return the number of blocks for all rows, or as many blocks as fit into a GPU."""
+    """Return the number of blocks for all rows; on a GPU, at most as many as fit into the free
+    memory that the cache may take."""
     most = rows * -(-length // spec_of(OP, model).block_tokens)
     if model.device.type != "cuda":
         return most

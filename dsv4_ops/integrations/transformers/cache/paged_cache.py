@@ -174,7 +174,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.text: Text | None = None
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
-        # do not depend on the caller's mode and default device: later steps write to the cache
+        # ignore the caller's inference mode and default device, because later steps write to the
+        # cache
         try:
             with torch.inference_mode(False), torch.device("cpu"):
                 self.tensors = self._tensors(blocks, drafts)
@@ -350,8 +351,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for every layer: no cache is for linear attention, so ``generate`` makes no
-        masks."""
+        """False for every layer: no layer has linear attention, so ``generate`` makes no masks for
+        it."""
         return [False] * len(self)
 
     @property

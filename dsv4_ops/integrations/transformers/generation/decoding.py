@@ -1,10 +1,10 @@
 """Our decoding loop for ``generate``, which keeps the texts in tensors of fixed size.
 
-Hugging Face prepares the inputs, runs the prefill and makes the processors. Hugging Face's loop
-then builds new inputs for every token, and compiles again for each batch size. Our loop runs one
-step on the same tensors. On a GPU, our loop captures the step in a CUDA graph, and checks only
-every ``CHECK_EVERY`` steps whether all texts have ended. If ``generate`` made the cache, later
-calls of ``generate`` use the graph again.
+Hugging Face prepares the inputs and makes the processors, and runs the prefill unless a kept step
+can (``prefilled``). Hugging Face's own loop would then build new inputs for every token, and
+compile again for each batch size. Our loop instead runs one step on the same tensors. On a GPU, our
+loop captures the step in a CUDA graph, and checks only every ``CHECK_EVERY`` steps whether all
+texts have ended. If ``generate`` made the cache, later calls of ``generate`` use the graph again.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def may_take(model: Any, arguments: dict[str, Any]) -> bool:
     these arguments."""
     if any(arguments.get(name) is not None for name in _ARGUMENTS):
         return False
-    shares_cache = model.dsv4_ops_spec.parallel is not None  # such ranks make the same calls
+    shares_cache = model.dsv4_ops_spec.parallel is not None  # these ranks make the same calls
     if arguments.get("synced_gpus") or (_has_other_ranks() and not shares_cache):
         return False
     values = {name: setting(model, arguments, name) for name in OTHER_METHODS}
@@ -287,7 +287,7 @@ class Texts:
         self.padded = self.ended.clone()
         self.seq_lens = self.cache.seq_lens[:batch].clone()
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self._rows = self._starts[:-1].clone()  # a copy: shared memory would need another graph
+        self._rows = self._starts[:-1].clone()  # a copy: sharing memory would need another graph
 
     def extend(
         self,

@@ -136,7 +136,7 @@ class DraftDecoding:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        **rest: Any,  # a parameter for the mask would get two values
+        **rest: Any,  # has the mask: Hugging Face would pass a parameter of that name twice
     ) -> Tensor:
         """Return prompts and new tokens, padded on the right, [batch, length]."""
         cache = rest.get(cache_argument())

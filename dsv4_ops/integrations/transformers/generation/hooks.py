@@ -52,7 +52,7 @@ class _Call:
     padded: Tensor | None = None  # rows whose last token is padding
     mask: Tensor | None = None  # the prompts' mask
     num_drafts: int = 0
-    may_keep: bool = False  # our loop decodes, unless a later check refuses the call
+    may_keep: bool = False  # whether our loop may decode; later checks may refuse
     kept: KeptCache | None = None
     model: Any = None
 
@@ -241,7 +241,8 @@ def _chunk(
 
 
 def chunk_of(rows: int, max_cache_len: int) -> int:
-    """Return the largest ``max_chunk`` of a cache that ``generate`` makes."""
+    """Return the largest ``max_chunk`` of a cache that ``generate`` makes, before it is rounded
+    up."""
     return min(max_cache_len, DEFAULT_CHUNK, max(_STEP_TOKENS // rows, _MIN_CHUNK))
 
 

@@ -261,8 +261,8 @@ def _cache(model: Any, rows: int, length: int, chunk: int) -> PagedCache:
 
 
 def rounded(length: int, least: int) -> int:
-    """Round a length up, by less than ``least`` or a quarter of the length, so that slightly longer
-    texts use the same cache or graph."""
+    """Round a length up, so that slightly longer texts use the same cache or graph. The increase is
+    below ``least`` or below a quarter of the length, whichever is larger."""
     step = max(least, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 

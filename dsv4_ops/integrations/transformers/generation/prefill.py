@@ -45,8 +45,8 @@ def chunks(
 
 
 def bucket(num_tokens: int) -> int:
-    """Round a number of tokens up to the size of a kept step. Return a number above the largest
-    size without a change."""
+    """Round a number of tokens up to the size of a kept step. A number above the largest size stays
+    the same."""
     if num_tokens > kept.MOST_TOKENS:
         return num_tokens
     return kept.rounded(num_tokens, kept.LEAST_TOKENS)
@@ -55,8 +55,7 @@ def bucket(num_tokens: int) -> int:
 def prefilled(
     model: Any, ids: Tensor, config: Any, inputs: dict[str, Any], cache: KeptCache
 ) -> Tensor | None:
-    """Run the prompts of a call of ``generate``; return the logits of their last tokens, [batch,
-    vocab_size].
+    """Run the prompts of a call of ``generate`` by kept steps.
 
     Args:
         model: The patched model.
@@ -66,7 +65,8 @@ def prefilled(
         cache: An empty cache.
 
     Returns:
-        None: Hugging Face's method must run the prompts, or must raise its own error.
+        The logits of the prompts' last tokens, [batch, vocab_size]; or None, if Hugging Face's
+        method must run the prompts or raise its own error.
     """
     paged, step = cache.cache, cache.prefill
     mask = whole_mask(ids, config, inputs, paged)

@@ -126,9 +126,10 @@ def check_prompts(arguments: dict[str, Any]) -> None:
 def whole_mask(
     inputs: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Tensor:
-    """Return the mask of all tokens. If the call has no mask, return a mask of ones.
+    """Return the mask of all tokens; a mask of ones if the call has no mask.
 
-    If the rows of the cache also differ in length, pass the mask of ones to the model.
+    If the call has no mask and the rows of the cache differ in length, the model gets the mask of
+    ones too.
     """
     mask: Tensor | None = model_kwargs.get(MASK)
     if mask is None:
@@ -195,7 +196,7 @@ def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
     """Return a mask for prompts without a mask; raise if it is unclear which tokens are padding.
 
     Hugging Face infers the mask from ``pad_token_id``, but a text may contain this token too. A
-    token in the cache is text.
+    token that the cache stores is text.
     """
     batch, length = ids.shape
     lengths, text = cache.seq_lens[:batch].to(ids.device), cache.text

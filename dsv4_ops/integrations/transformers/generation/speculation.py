@@ -1,8 +1,8 @@
 """Speculative steps: a model verifies the drafts of its draft layer, and drafts new tokens.
 
 A step and its drafts are one graph: the number of accepted drafts stays on the device, and selects
-the residual streams from which the next drafts start. The next step overwrites the keys of rejected
-tokens, also in the draft layer, before any token attends to these keys.
+the streams (``ModelSpec.run_streams``) from which the next drafts start. The next step overwrites
+the keys of rejected tokens, also in the draft layer, before any token attends to these keys.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def speculative_step(
     temperature: float = 0.0,
     warp: Warp | None = None,
 ) -> SpeculativeStep:
-    """Verify the drafts of every request, and draft as many new tokens.
+    """Verify the drafts of every request, and draft the same number of new tokens.
 
     Greedy decoding returns the same tokens as without drafts. Sampled tokens have the same
     distribution as tokens sampled from the model one by one.
 
     Args:
         model: A patched model with a draft layer (``load_mtp``).
-        batch: The step, such as ``batch`` of the previous step. Every request has its last token
-            and num_drafts drafts, at least one; ``query_start_loc`` is 0, num_drafts + 1, and so
+        batch: The step, such as ``batch`` of the previous step. Every request has its last token,
+            then num_drafts drafts (at least 1); ``query_start_loc`` is 0, num_drafts + 1, and so
             on.
         cache: A cache of ``PagedCache.for_model`` with ``next_n`` of at least num_drafts + 1, or
             the ``tensors`` of such a cache.
@@ -94,8 +94,8 @@ def speculative_step(
     Raises:
         ValueError, TypeError: see ``decode_step``; also if the model has no draft layer, or the
             cache was made without a draft layer or with a smaller ``next_n``; if requests have
-            different numbers of tokens (in an eager CPU call); or if ``uniforms`` and
-            ``temperature`` do not fit together. Nothing is written.
+            different numbers of tokens (in an eager CPU call); or if ``temperature`` is above 0
+            without ``uniforms``, or 0 with ``uniforms`` or ``draft_probs``. Nothing is written.
 
     Compile: ``torch.compile(speculative_step, fullgraph=True)`` makes one graph; ``torch.export``
         works too.
@@ -241,8 +241,8 @@ def speculative_prefill(
     next_tokens = verified.tokens[:, 0]
     if following is not None:
         next_tokens = torch.where(following >= 0, following, next_tokens)
-    # a gather: in a scatter to ``last``, a request without tokens would write to the index of the
-    # request before
+    # a gather: in a scatter to ``last``, a request without tokens would write to the last token of
+    # the previous request
     request = torch.searchsorted(
         batch.query_start_loc[1:].contiguous(),
         torch.arange(num_tokens, dtype=torch.int32, device=last.device),
@@ -343,7 +343,7 @@ def _trunk(
     schedule: str,
     run: Runner = run_part,
 ) -> tuple[StepRun, Tensor]:
-    """Run the layers; return the step, and the residual streams of its tokens."""
+    """Run the layers; return the step, and the streams of its tokens."""
     step = run("metadata", build_step, spec, batch, cache, schedule, model.config.vocab_size)
     ids, hidden = embedded(model.model, batch.tokens, None, step)
     step_run = StepRun(step, cache, schedule, schedule == "prefill", run)
@@ -365,8 +365,8 @@ def _draft(
         model: The model.
         batch: The step. The lengths of requests do not count the token that the model has just
             chosen.
-        trunk: The step; the residual streams of its tokens; the next token after each token; and
-            the index of each request's last token.
+        trunk: The step; the streams of its tokens; the next token after each token; and the index
+            of each request's last token.
         num_drafts: Number of drafts per request.
         sampling: A uniform random number per draft, or None; the temperature; and ``warp``.
 

@@ -45,7 +45,7 @@ class Bf16Experts(Rewrite):
     """Let experts in bf16 run our op where our op is faster.
 
     Args:
-        recipe: The setting of ``patch``.
+        recipe: The recipe that ``patch`` got.
         impl: The setting of ``patch``.
     """
 

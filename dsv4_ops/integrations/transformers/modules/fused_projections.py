@@ -79,7 +79,8 @@ class FusedLinear(nn.Module):
         """Return the output of each layer for ``x`` [rows, k]. An output is [rows, heads, dim];
         ``dims`` has the layers' dims."""
         out = self(x)
-        # the storage begins with the product
+        # the product is the start of its storage, so a layer's offset in it is an offset in the
+        # storage
         starts = itertools.accumulate(self.sizes, initial=0)
         # Inductor would specialise a view of a slice on one row or on several, and compile again
         return [
@@ -147,7 +148,7 @@ def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
 def _is_own(layer: Any) -> bool:
     """Whether a layer is Hugging Face's, in bf16 or FP8, and has no hooks."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks
-    if split_of(layer) is not None:  # always FP8; a trace cannot read the weight's dtype
+    if split_of(layer) is not None:  # a split layer is always FP8; a trace cannot read its dtype
         return not hooks and own_forward(layer) is None
     if is_linear(layer):
         return bool(layer.weight.dtype == torch.bfloat16)
@@ -184,7 +185,7 @@ class FusedProjections(Rewrite):
     """Fuse linear layers with the same input on devices where the fused layer is faster.
 
     Args:
-        recipe: The setting of ``patch``.
+        recipe: The recipe that ``patch`` got.
         impl: The setting of ``patch``.
     """
 

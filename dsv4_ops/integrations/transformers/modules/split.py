@@ -47,8 +47,8 @@ class Split(NamedTuple):
         ranks: Number of processes in the group.
         via: How ranks send: "symmetric_memory", or else torch's collectives.
         sums: Whether the module's output is the sum over the ranks' outputs.
-        first: First expert, or first row of a table, on this rank. None if every rank has a part of
-            each expert or row.
+        first: First expert, or first row of the embedding, on this rank. None for linear layers,
+            and if every rank has a part of each expert or row.
     """
 
     group: str
@@ -198,7 +198,7 @@ class SplitModules(Rewrite):
 
 
 def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
-    """Add routed and shared experts first, and then sum over the ranks once."""
+    """On each rank, add the outputs of routed and shared experts; then sum over the ranks once."""
     parts = (block.experts, block.shared_experts.down_proj)
     splits = [split for split in map(split_of, parts) if split is not None and split.sums]
     if len(splits) == len(parts):
@@ -209,13 +209,14 @@ def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
 
 
 def _adds(module: Any) -> bool:
-    """Whether ranks that have different rows of the weights must sum their outputs. Linear layers
-    need no sum, because each rank has other columns of the output."""
+    """Whether ranks must sum their outputs if each has other rows (dimension 0) of the weights.
+    Linear layers need no sum, because each rank computes other columns of the output."""
     return isinstance(module, nn.Embedding) or quantized_weights(module) == QUANTIZED_EXPERTS
 
 
 def own_experts(module: Any, expert_ids: Tensor, count: int) -> Tensor:
-    """Return ids among the ``count`` experts of this rank, and -1 for experts of other ranks."""
+    """Return the expert ids, numbered from this rank's first expert; -1 for the ids of other ranks'
+    experts. A rank has ``count`` experts."""
     split = split_of(module)
     if split is None or split.first is None:
         return expert_ids

@@ -66,7 +66,8 @@ MOST_PLANS = 256
 replaces all plans."""
 
 MOST_VARIANTS = 4
-"""Maximum compiled parts of one key. The graphs of such parts assume different sizes."""
+"""Maximum compiled parts with the same key (``CompiledStep._part_of``). Their graphs assume
+different sizes."""
 
 MOST_CHANGES = 8
 """Maximum changes of the model. After more changes, only Dynamo's guards select compiled parts."""
@@ -268,7 +269,8 @@ class CompiledStep:
         return f"CompiledStep({self.step.__name__}, {mode!r}, {sizes}, parts: {parts}{place})"
 
     def _explain(self) -> None:
-        """Raise the error of a check that failed in a trace, which Dynamo replaced."""
+        """Raise again the error of a check that failed in a trace, because Dynamo replaced this
+        error."""
         check_model(self.step.__name__, self._patched, self._patched.device)
         if getattr(self._patched.config, "_experts_implementation", None) == "eager":
             raise argument_error(
@@ -330,8 +332,8 @@ class CompiledStep:
         key, run = self._planned(batch, tensors, of_parts, passes)
         if self.regional:
             rest = {**rest, "run": run, "shared": self._shares()}
-            # with a key, stored parts need no checks, and ``_variant`` calls ``passes`` before a
-            # compile
+            # if the plan has a key, stored parts need no checks, and ``_variant`` calls ``passes``
+            # before it compiles a part
             done = key is None and passes()
             with checks_are_done() if done else nullcontext():
                 found = (self._of_parts or PARTS[self.step])(self.model, batch, tensors, **rest)
@@ -385,8 +387,8 @@ class CompiledStep:
                 self._hooks.add(module._forward_pre_hooks)
 
     def _refresh(self, op: str, device: torch.device) -> None:
-        """Check the modules, and refresh the buffers that ``patch`` added from the weights; a graph
-        can do neither."""
+        """Refresh the buffers that ``patch`` added; first check the modules, unless all buffers
+        still share the weights' memory. A graph can do neither."""
         body = self.model.model
         if self._shares():
             self._spec.refresh(op, body, copies_only=True)
@@ -481,7 +483,7 @@ class CompiledStep:
                 if content is not None:
                     part = loaded(content, globals(), self._file.place(place))
             if part is None and name not in run.plan.compiled:
-                # compile a name once per plan; Dynamo runs other calls of the name, because its
+                # compile a name once per plan; other calls with this name go to Dynamo, whose
                 # guards compare only what a trace reads
                 run.plan.compiled.add(name)
                 done = run.passes()

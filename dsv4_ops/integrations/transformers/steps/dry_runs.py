@@ -71,7 +71,7 @@ class DryRuns:
         self._fails = None
 
     def may_pass(self, model: Any) -> bool:
-        """Whether ``passes`` may be true for any cache."""
+        """Whether ``passes`` can be true for a model; never if a step calls ranks or user code."""
         if self._fails is None:
             self._fails = _calls_others(model)
         return not self._fails
@@ -145,8 +145,8 @@ class DryRuns:
                 self.note(cache, rest)
 
     def ran(self) -> None:
-        """Tell other processes that a step ran, so Triton's folder has its kernels. A launch
-        compiles its kernel if the folder lacks it."""
+        """Tell other processes that a step ran, and that Triton's folder has the step's kernels. A
+        launch compiles its kernel if the folder lacks it."""
         for mark in self._marks:
             with suppress(OSError):
                 mark.touch()
@@ -165,8 +165,8 @@ class DryRuns:
 
     def request_others(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
         """Let workers compile the kernels of steps of other sizes (``OTHERS``), while the process
-        goes on. If the first step needed no new kernel, an earlier process has compiled these
-        kernels too."""
+        goes on. If the first step needed no new kernel, do nothing: an earlier process has
+        compiled these kernels too."""
         if self._has_jobs and not self._has_asked_others:
             self._has_asked_others = True
             marks = list(self._marks)

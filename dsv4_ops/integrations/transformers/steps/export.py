@@ -147,11 +147,11 @@ def export_decode(
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs``, writes the caches and returns
-        the logits. To the input "dropped", the package adds the number of tokens that it cannot
-        store; read this input at the end or from time to time. The metadata has the dtype and the
-        size of each input, the ring length of each block table without a shared pool (entry [row,
-        block] is row * ring + block % ring), and ``CacheTensors.made_for``, which the package does
-        not check.
+        the logits. The package adds the number of tokens that it cannot store to its input
+        "dropped"; read this input at the end or from time to time. The metadata has the dtype and
+        the size of each input, the ring length of each block table without a shared pool (entry
+        [row, block] is row * ring + block % ring), and ``CacheTensors.made_for``, which the package
+        does not check.
 
     Raises:
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a

@@ -35,8 +35,9 @@ OP = "model"
 class PaddedStep:
     """A step, and the columns to which the step moved padded inputs.
 
-    Ops require that adjacent tokens are consecutive, so a step moves padding to the end of the row.
-    ``columns`` int64 [batch, length] has the new column of each input; None if no input moved.
+    Ops require that adjacent tokens of a request have consecutive positions, so a step moves
+    padding to the end of the row. ``columns`` int64 [batch, length] has the new column of each
+    input; None if no input moved.
     """
 
     step: Any

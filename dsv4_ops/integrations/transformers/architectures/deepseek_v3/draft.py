@@ -23,7 +23,8 @@ _ONE_LAYER: dict[str, Any] = {
     "mlp_layer_types": ["sparse"],
     "indexer_types": ["full"],
 }
-"""Fields of a configuration with one layer. The layer has experts and, if possible, an indexer."""
+"""Fields of a configuration with one layer. The layer has experts and, in families with indexers,
+an indexer."""
 
 
 class DraftLayer(nn.Module):

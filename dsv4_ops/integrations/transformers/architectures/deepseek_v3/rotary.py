@@ -27,7 +27,7 @@ _KNOWN = ("default", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class Rotary:
-    """Frequencies of the pairs, and the scale of cosines and sines."""
+    """Frequencies of the rotated pairs, and the scale of cosines and sines."""
 
     frequencies: tuple[float, ...]
     scaling: float
@@ -37,8 +37,8 @@ class Rotary:
 
         Args:
             num_positions: Rows.
-            dtype: Compute angles in float32 and round to this dtype, as Hugging Face does. None
-                computes exact angles.
+            dtype: Compute angles in float32 and round the cosines and sines to this dtype, as
+                Hugging Face does. With None, compute in float64 and round to float32.
             device: Device of the table.
         """
         exact: dict[str, Any] = {"dtype": torch.float64 if dtype is None else torch.float32}

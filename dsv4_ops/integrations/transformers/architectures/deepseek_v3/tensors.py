@@ -14,7 +14,7 @@ class MlaTables:
     """Block table of a cache, int32 [max_batch_size, maximum blocks of a row].
 
     Attributes:
-        blocks: Blocks of latent rows, from the pool; -1 if not reserved.
+        blocks: Numbers of the pool's blocks that hold a row's latents; -1 where none is reserved.
     """
 
     blocks: Tensor

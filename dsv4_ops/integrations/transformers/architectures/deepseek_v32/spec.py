@@ -153,8 +153,8 @@ class DsaModelSpec(MlaModelSpec):
         return not expands or super().absorbs(cache, num_tokens, num_reqs)
 
     def is_dense(self, rope: Tensor) -> bool:
-        """Whether all requests of a cache with this RoPE table fit into a selection, so that tokens
-        attend to all rows."""
+        """Whether no request of a cache with this RoPE table can have more than ``index_topk``
+        tokens. If so, every token attends to all rows."""
         return rope.shape[0] <= self.layers.index_topk
 
     # The model

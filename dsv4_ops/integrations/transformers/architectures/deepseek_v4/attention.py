@@ -61,11 +61,11 @@ def attention(
 
 
 def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
-    """Whether the kernel that groups the input of ``projection`` can also quantise this input.
+    """Whether the kernel that splits the attention output into groups can also quantise the output.
 
-    The codes equal the codes that ``projection`` computes, except in blocks with amax below 1e-4.
-    In such blocks, the scales are smaller. In a decode step the attention kernel groups the input.
-    To quantise in this kernel would not save a pass over the input.
+    The codes equal the codes that ``projection`` computes, except in blocks with an amax below
+    1e-4, where the scales are smaller. Only prefill steps use this. In a decode step the attention
+    kernel itself writes the groups, so quantisation there would save no pass over the output.
     """
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16

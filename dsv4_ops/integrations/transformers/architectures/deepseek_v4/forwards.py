@@ -60,7 +60,7 @@ class FamilyForwards(Rewrite):
             self.makers["DeepseekV4MLP"] = partial(_shared_experts_forward, recipe)
 
     def applies(self, module: Any) -> bool:
-        """Whether we replace a method of a module's class."""
+        """Whether we replace a method of modules of this class."""
         name = class_of(module)
         if name == "DeepseekV4HyperConnection":
             return _fits_sinkhorn(module)

@@ -134,13 +134,14 @@ def _last_states(
 
 
 def _is_ring(blocks: Tensor, table: Tensor) -> int:
-    """Return 1 if a row has fewer blocks than its table has columns, else 0. Add no guard to a
-    trace."""
+    """Return 1 if a row has fewer blocks than its table has columns, else 0. The comparison adds no
+    guard to a trace."""
     # not torch.sym_min, which Dynamo of torch 2.11 refuses for constants
     return min(table.shape[1] - blocks.shape[0] // table.shape[0], 1)
 
 
 def _positions(blocks: Tensor, table: Tensor, block: int) -> int:
-    """Return how many positions fit into a row's blocks, in a ring at any alignment."""
+    """Return how many positions a row's blocks can hold. In a ring the first position may be in the
+    middle of a block, so one block does not count."""
     full_blocks: int = blocks.shape[0] // table.shape[0] - _is_ring(blocks, table)
     return full_blocks * block
