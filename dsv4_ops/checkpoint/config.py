@@ -16,8 +16,8 @@ _QUANTIZATION = {
     "activation_scheme": "dynamic",
     "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
 }
-"""Required values of quantization_config. Only ``quant_method`` must be present: the other two are
-defaults."""
+"""Values that the fields of quantization_config must have. Only ``quant_method`` must be present; a
+missing field has the value given here."""
 
 _FORMATS = (None, "e4m3", "float8_e4m3fn")
 """Accepted names of the code format. Loaders do not read this field."""

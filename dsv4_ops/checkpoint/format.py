@@ -37,7 +37,8 @@ V4 = "deepseek_v4"
 E4M3, E8M0, FP4_PAIRS = "F8_E4M3", "F8_E8M0", "I8"
 """Dtype names in safetensors headers: FP8 codes, UE8M0 scales, and two FP4 codes per byte."""
 DSPARK = ("main_proj", "main_norm", "markov_head", "confidence_head")
-"""Parts of names under ``mtp.`` that only a DSpark draft has."""
+"""Parts of tensor names that only a DSpark draft has. The tensors of all drafts are under
+``mtp.``."""
 
 _DTYPES = {
     E4M3: torch.float8_e4m3fn,
@@ -59,8 +60,9 @@ class CheckpointInfo(NamedTuple):
         num_bytes: Size of these tensors in bytes.
         expert_dtype: "fp4" or "fp8", from the header.
         scale_dtype: "F8_E8M0" or "F32", from the header.
-        draft: "mtp", "dspark" or "none": kind of the draft layers, whose names are under ``mtp.``
-            or follow those of the other layers.
+        draft: Kind of the draft layers: "mtp", "dspark" or "none". In V4 the names of their tensors
+            begin with ``mtp.``; other families number a draft layer like a layer after the last
+            one.
         names_experts: Whether the config has ``expert_dtype``; if not, Hugging Face assumes "fp8".
         model_type: "deepseek_v4", "deepseek_v32", "deepseek_v3" (also for R1), "deepseek_v2" or
             "glm_moe_dsa".
@@ -235,8 +237,8 @@ def _fp4(op: str, name: str, rows: int, columns: int) -> Iterator[tuple[str, Ten
 
 _BYTES = {"BF16": 2, "F32": 4, "I64": 8, FP4_PAIRS: 1, E4M3: 1, E8M0: 1}
 _SPLIT_HEADS = ("attn.wq_b.", "attn.wo_a.", "attn.wo_b.", "attn.attn_sink", "ffn.shared_experts.")
-"""Tensors of a layer that tensor parallelism splits, along the attention heads or in the shared
-expert."""
+"""Tensors of a layer that ``split_heads`` splits: those with a dimension of attention heads, and
+the shared expert."""
 
 
 def weight_bytes(
@@ -246,8 +248,8 @@ def weight_bytes(
 
     Args:
         config: The content of ``config.json``, as released.
-        num_gpus: GPUs that share the routed experts and the rows of the head. Must divide the
-            number of experts and the vocabulary.
+        num_gpus: Number of GPUs that share the routed experts and the rows of the output head. It
+            must divide the number of experts and the vocabulary.
         split_heads: Whether the attention projections and the shared expert are split as well.
             Otherwise every GPU has all attention projections and the whole shared expert, as in
             Hugging Face's plans.
@@ -276,7 +278,7 @@ def weight_bytes(
             )
     sizes = dict.fromkeys(("experts", "attention", "shared experts", "other"), 0)
     expert_dtype = config.get("expert_dtype", "fp4")
-    one = {**config, "n_routed_experts": 1}  # all experts are alike, and naming each takes seconds
+    one = {**config, "n_routed_experts": 1}  # all experts are alike, and listing each takes seconds
     for name, info in released_tensors(one, expert_dtype=expert_dtype).items():
         if name.startswith("mtp."):
             continue
@@ -316,18 +318,19 @@ def check_checkpoint(
 
     The check accepts DeepSeek-V4, V3.2, V3, R1, V2 and GLM-5 in FP8. Loaders check little: if a
     norm is missing, or a scale is missing, transposed or of another block size, they load wrong
-    weights with at most a warning. A NaN in a scale or code makes every result NaN. Where Hugging
-    Face's loader stores scales as bytes, it rounds float32 scales to powers of two: always for V4,
-    and for other models if the config has ``scale_fmt="ue8m0"``. A scale is 0 for a block of zeros,
-    and never negative.
+    weights with at most a warning. A NaN in a scale or code makes every result NaN. Hugging Face's
+    loader stores the scales of V4, and of other models whose config has ``scale_fmt="ue8m0"``, as
+    bytes. It rounds float32 scales to powers of two, so the check refuses other values for these
+    models. For all other models, a scale may be 0 (for a block of zeros), but not negative.
 
     Args:
         path: The folder with ``config.json`` and either the shards and their index, or one file.
             The headers are always read.
         scales: Whether to read the scales, which are 1/20 of V4's bytes and 1/4000 of V3's bytes.
         codes: Whether to read FP8 codes and unquantised weights too, and refuse NaN and infinity.
-            All bytes are read once, 16 MB at a time, except FP4 codes, which are always numbers.
-            ``patch`` checks the codes of the modules that it patches, on the model's device.
+            Every byte is then read once, 16 MB at a time, except FP4 codes, which are always
+            numbers. ``patch`` checks the codes of the modules that it patches, on the model's
+            device.
 
     Returns:
         ``CheckpointInfo``.
@@ -465,8 +468,9 @@ def draft_tensors(
         op: Public function that an error names.
 
     Returns:
-        The prefix of the draft layer's tensors, "mtp.0." or the prefix of the layer after the last
-        one; and the tensors of the draft layer, by name without this prefix.
+        The prefix of the names of the draft layer's tensors, and these tensors by their names
+        without the prefix. The prefix is "mtp.0." for V4; for other families it is the prefix of a
+        layer after the last one.
 
     Raises:
         ValueError: the files hold no draft layer or several, or a tensor of the layer is missing,

@@ -61,8 +61,8 @@ def read_headers(
     Args:
         path: The folder.
         op: Public function that an error names.
-        selects: Returns whether to read the tensor of a name. Shards without a selected tensor are
-            not opened.
+        selects: Function of a tensor's name that says whether to read the tensor. Shards without a
+            selected tensor are not opened.
 
     Returns:
         The selected tensors, by name.
@@ -147,7 +147,7 @@ def read_json(file: Path, op: str) -> dict[str, Any]:
 
 
 def read_header(file: Path, op: str) -> dict[str, StoredTensor]:
-    """Read the header of a file; return its tensors in byte order.
+    """Read the header of a file; return its tensors in the order of their bytes.
 
     Raises:
         ValueError: the header is broken, or contradicts itself or the file's length.

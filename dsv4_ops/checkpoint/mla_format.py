@@ -30,11 +30,12 @@ _SIZES = (
 _INDEXER_SIZES = ("q_lora_rank", "index_n_heads", "index_head_dim")
 """Sizes that a config of V3.2 or GLM-5 must have as well."""
 _HAS_INDEXER = "has_indexer"
-"""Field of our copy of a config: a function from the number of a layer to whether it has one."""
+"""Field of our copy of a config. Its value is a function that takes the number of a layer and says
+whether the layer has an indexer."""
 _DRAFTS = "num_nextn_predict_layers"
 _SKIPPED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
-"""Suffixes of tensors that loaders skip: frequencies, which loaders compute from the config but old
-files store, and cache scales of other engines."""
+"""Suffixes of tensors that loaders skip: RoPE frequencies, which old files store but loaders
+compute from the config, and KV cache scales of other engines."""
 _DRAFT_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the model's embedding and head that some files store with the draft layer."""
 _SHARED_EXPERTS = {"deepseek_v2": 2}
@@ -122,7 +123,7 @@ def is_draft(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _has_indexer(op: str, config: Mapping[str, Any]) -> Callable[[int], bool]:
-    """Return which layers have an indexer, as Hugging Face reads it from a config.
+    """Return a function that says whether a layer has an indexer, as Hugging Face reads the config.
 
     The configs of GLM-5 list each layer's type, "full" or "shared", or give the number of leading
     "full" layers and the period of the "full" layers after these.
@@ -226,9 +227,9 @@ class _Tensors:
     def linear(
         self, name: str, rows: int, columns: int, module: str | None = None
     ) -> Iterator[tuple[str, TensorInfo]]:
-        """Yield the weight of a linear layer, and the weight's scales unless Hugging Face skips the
-        quantisation of ``module``, the module that loads the layer (by default the layer
-        itself)."""
+        """Yield the weight of a linear layer, and its scales unless Hugging Face leaves ``module``
+        unquantised. ``module`` is the module into which Hugging Face loads the layer, by default
+        the layer itself."""
         if any(_matches(pattern, module or name) for pattern in self.skipped):
             yield _plain(name, rows, columns)
             return
@@ -242,6 +243,6 @@ def _plain(name: str, *shape: int) -> tuple[str, TensorInfo]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the name of a module or of its parent, or is the end of the
-    name."""
+    """Whether a pattern matches the name of a module or of a module around it, or the name ends
+    with the pattern."""
     return bool(re.match(rf"(?:{pattern})(?:(?<=\.)|\.|$)", name)) or name.endswith(pattern)

@@ -175,8 +175,8 @@ def _versions(problems: Problems, warnings: list[str]) -> Section:
 
 
 def _steps(problems: Problems, run: bool, progress: Callable[[str], None]) -> Section:
-    """Compile a decode step of a tiny model of each family, all families at once; no Inductor code
-    is compiled."""
+    """Compile a decode step of a tiny model of each family, without Inductor. The families run at
+    the same time, each in its own process."""
     import torch
 
     from dsv4_ops.dispatch.probes import distribution_version
@@ -445,8 +445,8 @@ def linked_libraries(compiler: str) -> list[str]:
         compiler: Command of the compiler, which may have options.
 
     Returns:
-        The NEEDED entries of the library. Without ``readelf``, only libstdc++, if the library
-        mentions it.
+        The NEEDED entries of the library. Without ``readelf``, only libstdc++, if its name
+        occurs in the library's bytes.
 
     Raises:
         RuntimeError: the compiler cannot build a shared library.

@@ -25,10 +25,10 @@ _WIDTH = 100
 
 
 def explain(op: str | None = None) -> str:
-    """Describe the implementations of one op, or of every op whose callers choose one.
+    """Describe the implementations of one op, or of every op that takes ``impl``.
 
-    The text names the implementation that runs the op, and each library: the sizes at which "auto"
-    selects it, and whether it is available here.
+    The text names the implementation that runs the op. For each library, the text says at which
+    sizes "auto" selects the library, and whether the library is available here.
 
     Raises:
         ValueError: no such op.

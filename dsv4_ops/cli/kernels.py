@@ -117,7 +117,7 @@ def _insert(width: int, cache: Tensor, **settings: Any) -> Call:
 
 
 def _gather(*first: Tensor, whole: bool = False, **settings: Any) -> Call:
-    """Return arguments of a gather, of all rows if ``whole``."""
+    """Return arguments of a gather; with ``whole``, without gather lengths, for all rows."""
     return (*first, _tensor(4), None if whole else _tensor(4), _tensor(4, 160)), settings
 
 
@@ -237,7 +237,7 @@ def _dense(
 
 
 def _selected(row_bytes: int = 0, *, heads: int = 128, count: int = 32, **settings: Any) -> Call:
-    """Return arguments of ``mla_sparse``: 2048 rows of every token."""
+    """Return arguments of ``mla_sparse``: 2048 selected rows for every token."""
     tensors, chosen = _dense(row_bytes, heads=heads, count=count, **settings)
     return (*tensors[:2], _tensor(count, 2048), _tensor(count)), chosen
 
@@ -505,7 +505,7 @@ def compiled(launch: _Launch, capability: int) -> Any:
 
 
 def _specialised(value: Any) -> Argument | int:
-    """Describe an argument as Triton does; Triton makes an argument of 1 a constant."""
+    """Describe an argument as Triton does; for Triton, an integer that is 1 is a constant."""
     if isinstance(value, Tensor):
         return Argument.tensor(value.dtype)
     return 1 if value == 1 else Argument.number(value)
@@ -574,7 +574,7 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
 
 
 def oversized(reports: list[KernelReport], capability: int) -> list[KernelReport]:
-    """Return the kernels that need more shared memory or tensor memory than a program has."""
+    """Return the kernels that need more shared memory or tensor memory than a program can have."""
     most = target_of(divmod(capability, 10)).shared
     return [item for item in reports if item.shared > most or item.tensor_memory > TENSOR_MEMORY]
 

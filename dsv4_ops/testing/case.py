@@ -62,8 +62,9 @@ class Exact(NamedTuple):
 
     Args:
         value: The result, float64.
-        magnitude: Scale of the rounded intermediates, float64, broadcastable to ``value``: the sum
-            of absolute terms of a sum, the norm of a rotated pair, the amax of a normalised row.
+        magnitude: Scale of the rounded intermediates, float64, broadcastable to ``value``: for a
+            sum, the sum of the terms' absolute values; for a rotated pair, its norm; for a
+            normalised row, its amax.
         unit: Relative error of one rounding; None for the rounding error of the result's dtype.
     """
 
@@ -80,11 +81,13 @@ class OpTesting:
         cases: Named cases; at least one with a hand-computed result.
         settings: Configurations (keyword arguments) to test. Tests compile the first configuration.
         make: Function (draw, settings, min_size) -> Case, which samples a call for a configuration.
-            ``draw`` is a ``Draw``. With ``min_size=2``, torch.compile specialises no size.
+            ``draw`` is a ``Draw``. No size is below ``min_size``; from 2 on, torch.compile
+            specialises no size.
         precise: Function (*tensors, **settings) -> tuple, which has an ``Exact`` for each result
             and then for each mutated argument. The entry is None if every implementation must match
-            the reference bit for bit. The error of a result may be 1.5 times the error of the
-            reference, or 1.5 roundings. If ``precise`` is None, all results must match bit for bit.
+            the reference bit for bit. The error of a result may be 1.5 times the larger of one
+            rounding and the reference's error in the same row. If ``precise`` is None, all results
+            must match bit for bit.
         decode: Function (case, outcome) -> tensors, which decodes results whose bytes encode
             floats, such as quantised rows, so that ``precise`` can describe them.
         determined: Function that says whether a call has a unique outcome, for ops whose reads and

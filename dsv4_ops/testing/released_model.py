@@ -19,7 +19,8 @@ NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_he
 
 _CODES, _SCALES, _EXPERT_SCALES = (0, 256), (119, 122), (117, 120)
 """Ranges of the sampled bytes. With scales of 2^-8 to 2^-6, sums of thousands of products are near
-one. e2m1 codes are larger than e4m3 codes, so experts have scales of a quarter of that size."""
+one. The sampled e2m1 codes reach 6 and the e4m3 codes stay below 2, so experts have a quarter of
+these scales."""
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _HEADS = {"q_b_proj": _COLUMNS, "sinks": _COLUMNS, "o_a_proj": _COLUMNS, "o_b_proj": _ROWS}
 _SHARED_EXPERTS = {"gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": _ROWS}

@@ -84,7 +84,7 @@ def _determined(case: Case) -> bool:
 
 
 _CODE, _SCALE = 0x78, 119
-"""Code and scale byte of 1 = 256 * 2^-8. With a smaller scale, 1 has no code."""
+"""Code and scale byte that store 1 as 256 * 2^-8. With a smaller scale, 1 has no code."""
 
 
 def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
@@ -119,7 +119,8 @@ def _state_page(head_dim: int, *kv: float | None) -> list[float]:
 
 
 def _left(states: Sequence[Sequence[float | None]], *rows: int) -> tuple[Any, ...]:
-    """Return the state and cache blocks after both compressors have run."""
+    """Return the blocks that each of the two compressors leaves: state blocks with ``states``, and
+    a cache block with ``rows``."""
     left: tuple[Any, ...] = ()
     for layout in (MainLayout(2), IndexerLayout(2)):
         pages = [_state_page(layout.head_dim, *page) for page in states]
@@ -217,7 +218,7 @@ def _cases() -> list[Case]:
     shared["state_slot_mapping"] = i64([0, 1, 2, 3])
     for name, width in (("kv_score", 1024), ("indexer_kv_score", 256)):
         shared[name] = tensors[name].clone()
-        shared[name][3, :width] = 1.0  # with 1, 3 and -6 of the other request, the sum is negative
+        shared[name][3, :width] = 1.0  # pooled with the other request's 1, 3 and -6: negative
     return [
         _worked("two windows", whole),
         _worked("no slot for a row", unchanged, slot_mapping=i64([-1, 2, 0, -2])),

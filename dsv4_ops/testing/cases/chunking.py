@@ -30,7 +30,8 @@ def _split_case(
     max_chunks: int | None = None,
     offset: int = 0,
 ) -> Case:
-    """Make a call with capacity for one more chunk, or for ``max_chunks``."""
+    """Make a call with capacity for one chunk more than ``chunks``, or for ``max_chunks``
+    chunks."""
     capacity = len(chunks) + 1 if max_chunks is None else max_chunks
     settings = {"workspace_size": workspace_size, "max_logits_bytes": max_logits_bytes}
     settings |= {"max_chunks": capacity, "request_offset": offset}

@@ -15,7 +15,7 @@ from dsv4_ops.testing.strategies.draw import Draw
 GREEDY, SAMPLED, SHARP = ({"temperature": value} for value in (0.0, 1.0, 0.5))
 
 _P = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
-"""The model's probabilities at a draft, and at the token after the draft."""
+"""The model's probabilities for a draft, and for the token after the draft."""
 
 
 def _cases() -> list[Case]:
@@ -91,7 +91,7 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     if not settings["temperature"]:
         return Case("sampled", (logits, ids, None, None), settings)
     probs = None
-    if min_size or draw.flag():  # values that no softmax of multiples of 1/4 comes close to
+    if min_size or draw.flag():  # far from every softmax of multiples of 1/4
         shares = torch.tensor([0.0, 0.113, 0.237, 0.371, 0.613, 1.0])
         shape = (num_reqs, num_drafts, vocab_size)
         probs = shares[torch.randint(0, len(shares), shape, generator=generator)]

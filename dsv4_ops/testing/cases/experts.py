@@ -87,8 +87,8 @@ def _fp4_case() -> tuple[Tensor, ...]:
 
 
 def _tiny_case() -> tuple[Tensor, ...]:
-    """Make ups and results near the smallest float32, where sums in another unit would
-    underflow."""
+    """Make ups and results near the smallest float32. A kernel that divides its sums by 2^32 would
+    lose them."""
     x, weights, ids, gate_up, *rest = _fp4_case()
     x[:, 32:] *= 2.0**-122
     gate_up[:, 32:, :16] = 0
@@ -109,8 +109,8 @@ def _fp8_case() -> tuple[Tensor, ...]:
 
 
 def _bf16_case() -> tuple[Tensor | None, ...]:
-    """Make an expert with 10 gates and ups for 48 inputs: gate 48 / 16 = 3 and up -48 / 32 = -1.5;
-    silu(3) * -1.5 is -4.28125 in bf16."""
+    """Make an unused expert, and one with 10 gates and ups for 48 inputs: gate 48 / 16 = 3 and up
+    -48 / 32 = -1.5; silu(3) * -1.5 is -4.28125 in bf16."""
     x = torch.ones(2, 48, dtype=torch.bfloat16)
     gate_up = torch.full((2, 20, 48), torch.inf, dtype=torch.bfloat16)
     gate_up[0, :10], gate_up[0, 10:] = 2.0**-4, -(2.0**-5)
@@ -153,7 +153,8 @@ def _experts_cases() -> list[Case]:
 def expert_weights(
     seed: torch.Generator, num_experts: int, width: int, size: int, bits: int, ue8m0: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Sample gate_up and down, each with a scale, for weights of ``bits`` bits."""
+    """Sample gate_up and down with weights of ``bits`` bits, each followed by its scale (None for
+    16 bits)."""
     if bits == 16:
         shapes = (num_experts, 2 * size, width), (num_experts, width, size)
         gate_up, down = (torch.randn(shape, generator=seed).to(torch.bfloat16) for shape in shapes)

@@ -77,7 +77,7 @@ def _gather_cases() -> list[Case]:
 
 
 def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
-    """Make a call with blocks of one row. Only odd requests have a block."""
+    """Make a call with blocks of one row. Only requests with odd numbers have a block."""
     starts = [sum(lens[:place]) for place in range(len(lens) + 1)]
     table = [[place % 2 or -1] for place in range(len(lens))]
     flags = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]
@@ -117,14 +117,14 @@ def _cases() -> list[Case]:
         return Case(name, (i32(lens),), settings, ([*starts],) if starts else None)
 
     return [
-        # rows have 4, 2, 0 and 3 splits, so SMs get runs of 3, 2, 2 and 2
+        # the lengths make 4, 2, 0 and 3 splits of 256 keys, so SMs get runs of 3, 2, 2 and 2
         case("worked example", 4, [1000, 300, 0, 600], [0, 0], [0, 3], [1, 1], [3, 1], [4, 0]),
-        # rows have 0, 0, 1, 0, 1 and 0 splits, and no run begins in a row without keys
+        # the lengths make 0, 0, 1, 0, 1 and 0 splits, and no run begins at a length without keys
         case("fewer splits than SMs", 4, [0, -9, 1, 0, 256, 0], [2, 0], [4, 0], *[[6, 0]] * 3),
         case("no keys", 4, [0, 0, -1], *[[3, 0]] * 5),
         case("no request", 4, [], *[[0, 0]] * 5),
         case("one SM", 1, [257, 1], [0, 0], [2, 0]),
-        # 3 * 2^23 splits: each SM gets 6291456, and each row has 2^23 = 8388608
+        # 3 * 2^23 splits: each SM gets 6291456, and each length makes 2^23 = 8388608
         case(
             "longest", 4, [2**31 - 1] * 3, [0, 0], [0, 6291456], [1, 4194304], [2, 2097152], [3, 0]
         ),

@@ -558,8 +558,8 @@ _MIXED: dict[str, Any] = {
 
 
 _Token = tuple[Any, int, int, tuple[list[int], list[int]] | None]
-"""Arguments of this kind of token, position, request, and the expected slots of the window and of
-compressed rows."""
+"""A token: arguments that only decodes or only prefills have, position, request, and the expected
+slots of the window and of compressed rows."""
 _SLOTS, _AWAY = [30, 31, 12, -1], [-1, -1, -1]
 
 
@@ -572,8 +572,8 @@ def _decode(
     swa: list[int] = _SLOTS,
     window: list[int] = _SLOTS,
 ) -> _Token:
-    """Make a decode token. The number of ``slots`` is the token's expected length; None if the
-    token does not exist."""
+    """Make a decode token. ``slots`` are the expected slots of compressed rows, as many as the
+    token's expected length counts; None if the token does not exist."""
     return (swa, entries, length), *at, None if slots is None else (window, slots)
 
 

@@ -59,7 +59,8 @@ def _chunk_cases() -> list[Case]:
         ),
         Case("equal", (lens,), _plan(12, 2, "equal", 2), _one_rank(*equal, 2)),
         Case(
-            # 6 rows per request are rounded down to 4, because a turn of two ranks has 4 rows
+            # 6 rows per request are rounded down to 4, the rows of a round in which each of 2 ranks
+            # takes 2
             "equal, whole rounds",
             (i32([12, 1]),),
             _plan(12, 3, "equal", 2, 2, 2),

@@ -332,7 +332,8 @@ def _gathered_cases() -> list[Case]:
 def full_cache(
     seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
 ) -> Tensor:
-    """Sample a cache with a key in every slot; ``size`` names the setting with its block size."""
+    """Sample a cache with a key in every slot; ``size`` is the name of the setting for its block
+    size."""
     block_size = settings[size]
     keys = torch.randn(num_blocks * block_size, q.shape[2], generator=seed).to(q.dtype)
     if settings["layout"] != TAG:

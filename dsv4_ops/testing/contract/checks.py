@@ -199,7 +199,7 @@ class CompiledOps:
         fused: Sequence[OpSpec] = (),
         layout: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        layout = layout or torch.clone  # for a view, Dynamo would guard the base
+        layout = layout or torch.clone  # if an input were a view, Dynamo would guard its base
         self.parts = [_Part(spec, device, layout) for spec in specs]
         self.parts += [_Fused(spec, device, layout) for spec in fused]
         torch._dynamo.reset()
@@ -305,8 +305,8 @@ class _Part:
         return tuple(self.layout(tensor) for tensor in sized_tensors(case.on(self.device)))
 
     def _configured(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the properties for which a compiled function is specialised: dtypes, block shapes,
-        float widths."""
+        """Return the properties for which a compiled function is specialised: all dtypes, and the
+        shapes of caches and of float tensors without their first dimension."""
         caches = [tensors[index] for index in self.spec.places("k_cache")]
         floats = [tensor for tensor in tensors if tensor.is_floating_point()]
         sizes = [tensor.shape[1:] for tensor in (*caches, *floats)]
@@ -451,7 +451,7 @@ def check_cuda_graph(spec: OpSpec) -> None:
 def export_dynamic(
     call: Callable[..., Any], inputs: Sequence[Tensor]
 ) -> torch.export.ExportedProgram:
-    """Export ``call`` with every dimension dynamic that the program does not specialise."""
+    """Export ``call``; every dimension that the program does not specialise is dynamic."""
 
     class Call(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> Results:

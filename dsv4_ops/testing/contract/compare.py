@@ -11,7 +11,8 @@ from torch import Tensor
 from dsv4_ops.testing.case import Case, Exact, OpTesting, results
 
 SLACK = 1.5
-"""Allowed error of an implementation, as a multiple of the reference's error."""
+"""Allowed error of an implementation, as a multiple of the reference's error or of one rounding,
+whichever is larger."""
 
 ROUNDINGS = 2 * SLACK
 """Allowed error of the reference, in roundings. The reference may round twice: attention rounds P

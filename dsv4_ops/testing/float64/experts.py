@@ -35,7 +35,7 @@ def expert_values(weight: Tensor, scale: Tensor | None) -> Tensor:
 
 def exact_terms(act: Tensor, weight: Tensor, quantised: bool) -> Exact:
     """Compute ``act @ weight.T`` with the error of rounding ``act`` to bf16. With ``quantised``,
-    the error also covers one different code of ``act``."""
+    the error also covers a code of ``act`` that differs by one step."""
     value, terms = act @ weight.t(), act.abs() @ weight.abs().t()
     roundings = 3 * ((act**2) @ (weight**2).t()).sqrt()
     if quantised:  # one code may differ by one e4m3 step

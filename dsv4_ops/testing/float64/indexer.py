@@ -77,7 +77,8 @@ def paged_scores(
     num_rows: int,
     layout: str,
 ) -> Scores:
-    """Compute the scores of the first rows of every token's request, token by token."""
+    """Compute the scores of the first ``num_rows`` rows of every token's request, token by
+    token."""
     num_reqs, max_blocks = block_table.shape
     shape = (q.shape[0], num_rows)
     keys = torch.zeros((*shape, 128), dtype=torch.float64, device=q.device)

@@ -26,7 +26,7 @@ def decode_keys(
     block_size: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows [num_tokens, num_rows, width] that tokens see, without their per-tensor
+    """Return the rows [num_tokens, num_rows, width] that tokens see, not multiplied by a per-tensor
     scale, and the mask of rows that exist."""
     row = torch.arange(block_table.shape[1] * block_size, device=kv_cache.device)
     in_length = row < seq_lens[:, None]

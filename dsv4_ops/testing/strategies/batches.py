@@ -28,7 +28,7 @@ LAST_POSITION = INT32_MAX - 1
 LATE_POSITIONS = (INT32_MAX, 2**31, 2**32 + 3, 2**40, 2**63 - 1)
 BAD_REQUESTS = (-1, -5, 10**9, INT32_MAX, INT32_MIN)
 BAD_POSITIONS = (-1, -4, -128, -(2**40), *LATE_POSITIONS)
-"""Requests and positions that no token has."""
+"""``BAD_REQUESTS`` and ``BAD_POSITIONS``: requests and positions that no token has."""
 
 ADVERSARIAL_BLOCKS = (-1, INT32_MIN, INT32_MAX, 2**30, 33_554_431, 33_554_432)
 ADVERSARIAL_POSITIONS = (*BAD_POSITIONS, LAST_POSITION)

@@ -18,7 +18,8 @@ from dsv4_ops.testing.strategies.draw import strategy_of
 Results = tuple[Tensor, ...]
 
 SAMPLES = 20
-"""Sampled calls that the checks of one configuration share; sampling takes longer than a call."""
+"""Number of sampled calls that the checks of one configuration share; to sample a call takes longer
+than to run it."""
 CHUNK = 200
 """Maximum calls that Hypothesis samples at a time."""
 

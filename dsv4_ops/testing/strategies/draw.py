@@ -42,7 +42,7 @@ class Draw:
         return value
 
     def places(self, count: int, most: int) -> list[int]:
-        """Draw up to ``most`` indices into ``count`` values."""
+        """Draw at most ``most`` indices below ``count``."""
         if not count:
             return []
         each = self.st.integers(0, count - 1)
