@@ -24,7 +24,10 @@ CONTEXT, MOST = 4096, 32
 
 
 def lines(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return milliseconds per token, by number of requests, for each line of the plot."""
+    """Return milliseconds per token, by number of requests, for each line of the plot. Only rows
+    of the deepest model count."""
+    layers = max(row["layers"] for row in rows)
+    rows = [row for row in rows if row["layers"] == layers]
     ours = [row for row in rows if row["context"] == CONTEXT and row["step_ms"]]
     gpu = next(word for word in ours[0]["device"].split() if word[0] == "H" and word[1:].isdigit())
     where = f"{ours[0]['ranks']} x {gpu}"
