@@ -199,13 +199,15 @@ def insert_c4_step(
     indexer.check_unquantized(checks, indexer_q, indexer_weights, "num_index_heads", "indexer_")
     softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
     checks.flag("save_first", save_first)
-    if swa_cache is k_cache:  # of the five caches, only these two can have the same shape
-        raise checks.error(
-            "k_cache",
-            must="be another tensor than swa_cache",
-            got="the same",
-            do="Give each a cache of its own",
-        )
+    # no other pair can be one tensor: two caches of one dtype and block size differ in shape
+    for name, cache in (("k_cache", k_cache), ("indexer_cache", indexer_cache)):
+        if cache is swa_cache:
+            raise checks.error(
+                name,
+                must="be another tensor than swa_cache",
+                got="the same",
+                do="Give each a cache of its own",
+            )
     projected = (q, kv, kv_score, indexer_q, indexer_weights, indexer_kv_score)
     window = (swa_cache, swa_slot_mapping)
     compressor = (ape, norm_weight, states, k_cache)

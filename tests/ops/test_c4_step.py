@@ -102,17 +102,17 @@ def test_a_call_that_saves_a_state_where_it_reads_one_is_left_out() -> None:
     assert not OP_TESTING.determined(Case(name, tuple(tensors.values()), case.settings))
     kept = primer(OP_TESTING, MODEL, keep=partial(stays_determined, SPEC))
     flipped = Case("flipped", tuple(tensor.flip(0) for tensor in kept.tensors), MODEL)
-    assert OP_TESTING.determined(kept)
-    assert OP_TESTING.determined(flipped)
+    assert all(map(OP_TESTING.determined, (kept, flipped)))
 
 
-def test_one_tensor_is_not_two_caches() -> None:
-    """The window's and the compressed rows' have one layout; the kernel writes both at once."""
-    case = primer(OP_TESTING, MODEL)
+@pytest.mark.parametrize(("other", "rows"), [("k_cache", (64, 64)), ("indexer_cache", (1, 8))])
+def test_one_tensor_is_not_two_caches(other: str, rows: tuple[int, int]) -> None:
+    """One row of ``MainLayout`` takes as much memory as eight of ``IndexerLayout``, padded."""
+    case = primer(OP_TESTING, {**MODEL, "swa_block_size": rows[0], "block_size": rows[1]})
     of = dict(zip(NAMES, case.tensors, strict=True))
-    of["k_cache"] = of["swa_cache"]
+    of[other] = of["swa_cache"]
     before = [tensor.clone() for tensor in of.values()]
-    with pytest.raises(ValueError, match=r"^insert_c4_step: k_cache must be another tensor than"):
+    with pytest.raises(ValueError, match=f"^insert_c4_step: {other} must be another tensor than"):
         ops.insert_c4_step(*of.values(), **case.settings)
     assert all(map(equal, before, of.values()))
 
