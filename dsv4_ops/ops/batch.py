@@ -27,14 +27,14 @@ def split_decodes_and_prefills(
 
     A request is a prefill if it has more than ``decode_threshold`` query tokens. With
     ``require_uniform``, a request is also a prefill if its number of query tokens differs from that
-    of the first non-empty request. A padding request of length 0 does not begin the prefills. From
+    of the first non-empty request. A padding request, of length 0, is never the first prefill. From
     the first prefill on, all requests count as prefills.
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing.
         decode_threshold: Maximum query tokens of a decode: 1 + speculative tokens. At least 1.
-        require_uniform: Whether the decodes also end at the first request of another length.
+        require_uniform: Whether all decodes must have the same number of query tokens.
 
     Returns:
         int32 [4] on the device of the input: (num_decodes, num_prefills, num_decode_tokens,
@@ -80,8 +80,7 @@ _token_map = define_op(
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> TokenMap:
     """Find the request and the absolute position of every token.
 
-    No later stage of a step needs a search, because the result has every token's request and
-        position.
+    Later ops of the step take this result, so they need not search ``query_start_loc``.
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
@@ -93,8 +92,8 @@ def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> 
 
     Returns:
         ``TokenMap(req_indices, positions)``: int32 [num_tokens] and int64 [num_tokens]. Both values
-        are -1 for a token outside every request or before position 0 (``seq_lens`` shorter than the
-        query).
+        are -1 for a token of no request, and for a token whose position would be negative because
+        ``seq_lens`` is below the request's number of query tokens.
 
     Mutates: nothing.
 
@@ -138,7 +137,7 @@ def flatten_decode(
 ) -> FlattenedDecode:
     """Turn ragged decode requests into one row per token.
 
-    The batch may be uniform, variable or of multi-token prediction (MTP).
+    Requests may have equal or different numbers of tokens, as with multi-token prediction (MTP).
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
@@ -242,7 +241,7 @@ _mtp_seq_lens = define_op(
 def mtp_seq_lens(
     query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int = 1
 ) -> Tensor:
-    """Count the cache rows that every token of multi-token decodes may see.
+    """Count the cache rows that each token of multi-token decodes may see.
 
     The result is a [num_reqs, next_n] matrix.
 
@@ -255,9 +254,9 @@ def mtp_seq_lens(
         compress_ratio: Positions per cache row. At least 1.
 
     Returns:
-        int32 [num_reqs, next_n], contiguous. Entry j is (position of token j + 1) //
-        compress_ratio; entries past the request's length are 0, never -1. A request longer than
-        next_n has entries for its first next_n tokens only.
+        int32 [num_reqs, next_n], contiguous. Entry j is (position + 1) // compress_ratio of the
+        request's query token j. Entries past the request's last query token are 0, never -1. A
+        request with more than next_n query tokens has entries for its first next_n tokens only.
 
     Mutates: nothing.
 

@@ -36,12 +36,11 @@ def split_prefill_chunks(
 ) -> PrefillChunks:
     """Split prefill requests into chunks on the device.
 
-    Every chunk fits the workspace and the logits budget. A request is added to a chunk while the
-    chunk's key rows stay within ``workspace_size`` and its query rows times its key rows stay
-    within ``max_logits_bytes`` / 4. A request that is too large for a chunk gets chunks of its own,
-    split along its query rows so that each part respects the logits budget. The keys of such a
-    request may exceed ``workspace_size``, so make ``workspace_size`` at least the key rows of the
-    longest request.
+    A request is added to a chunk while the chunk's key rows stay within ``workspace_size``, and its
+    query rows times its key rows stay within ``max_logits_bytes`` / 4. A request that exceeds a
+    limit by itself gets chunks of its own. They split its query rows, at least one per chunk, so
+    that each chunk stays within the logits limit. They do not split its keys, so make
+    ``workspace_size`` at least the key rows of the longest request.
 
     Args:
         seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative values
@@ -49,7 +48,8 @@ def split_prefill_chunks(
         query_lens: Query rows of every request, [num_reqs], int32. Negative values count as 0.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
-        max_chunks: Rows of the result; ``max_prefill_chunks`` computes a bound. At least 1.
+        max_chunks: Rows of ``chunks``; ``max_prefill_chunks`` returns enough for any batch. At
+            least 1.
         request_offset: Number added to request numbers: the number of decodes before the first
             prefill.
 
@@ -176,8 +176,8 @@ def max_prefill_chunks(
 
     Returns:
         An upper bound from the sizes alone, at least 1. Every chunk has a query row. At most
-        num_reqs chunks end a request or a group of requests; the other chunks have as many query
-        rows as the logits budget allows for the longest request.
+        num_reqs chunks end a request or a group of requests; each of the other chunks has at least
+        as many query rows as the logits budget allows for the longest request.
 
     Raises:
         ValueError: an argument out of range.
@@ -211,7 +211,7 @@ _prefill_row_bounds = define_op(
 def prefill_row_bounds(
     positions: Tensor, req_indices: Tensor, seq_lens: Tensor, *, compress_ratio: int
 ) -> PrefillRowBounds:
-    """Find the rows of the gathered compressed keys that every token may see.
+    """Find the rows of the gathered compressed keys that each token may see.
 
     The keys of the requests lie one after another; each request has seq_len // compress_ratio rows.
 

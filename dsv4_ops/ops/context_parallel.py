@@ -55,7 +55,7 @@ def cp_seq_lens(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Count the keys of every sequence on a rank.
+    """Count the keys that a rank holds of every sequence.
 
     Ranks take turns of ``cp_interleave`` consecutive positions: rank r owns the turns r, r +
     cp_world_size, and so on, as in ``compressed_slot_mapping``. If a request has several new
@@ -195,11 +195,11 @@ def cp_row_indices(
 
     Args:
         req_indices: Request of each row of the chunk, [num_rows], int32; -1 is padding.
-        positions: Position of the row in its sequence, [num_rows], int64; -1 is padding.
+        positions: Position of each row in its sequence, [num_rows], int64; -1 is padding.
             ``token_map``, called with the chunk's ``cu_seq_lens``, returns ``req_indices`` and
             ``positions``.
-        local_starts: First row of each request that a rank gathers, counted among the request's
-            rows on the rank, [num_reqs], int32.
+        local_starts: For each request, the first row that a rank gathers, as a row number among the
+            request's rows on this rank, [num_reqs], int32.
         local_cu_seq_lens: Start of each request among a rank's gathered rows, [num_reqs + 1],
             int32.
         num_local_rows: Rows that a rank gathers, padding included. At least 1.
@@ -267,9 +267,10 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
         cp_interleave: Consecutive rows of a request on one rank. At least 1.
 
     Returns:
-        int32 [num_tokens, topk], dense: the rows with the highest scores in ascending order, then
-        -1. Row numbers count all rows of the request, on all ranks. The lower of two rows with
-        equal scores is selected first. -0 equals 0, and NaN is below every number, -inf included.
+        int32 [num_tokens, topk], dense: the numbers of the rows with the highest scores, sorted by
+        row number; unused columns are -1. Row numbers count all rows of the request, on all ranks.
+        The lower of two rows with equal scores is selected first. -0 equals 0, and NaN is below
+        every number, -inf included.
 
     Mutates: nothing.
 
@@ -284,7 +285,7 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
 
     Example:
         >>> import torch, dsv4_ops
-        >>> scores = torch.tensor([[[1.0, 2.0]], [[2.0, 2.0]]])  # of rows 0 and 5, 3 and 6
+        >>> scores = torch.tensor([[[1.0, 2.0]], [[2.0, 2.0]]])  # rank 0: rows 0, 5; rank 1: 3, 6
         >>> rows = torch.tensor([[[0, 3]], [[1, 2]]], dtype=torch.int32)
         >>> dsv4_ops.cp_topk(scores, rows, topk=2, cp_interleave=2).tolist()
         [[3, 5]]
@@ -314,7 +315,7 @@ def cp_local_rows(
     """Keep the selected rows that a rank owns.
 
     Args:
-        rows: Selected rows of each token's request over all ranks, [num_tokens, topk], int32, from
+        rows: Selected rows of each token, numbered over all ranks, [num_tokens, topk], int32, from
             ``cp_topk``; negative entries are no rows.
         cp_rank: The rank, [1], int32, so that one graph serves all ranks. A rank that does not
             exist owns no rows.
@@ -514,7 +515,9 @@ def cp_combine(
     via: str = "reduce_scatter",
     lse_base: str = "e",
 ) -> MergedStates:
-    """Combine the outputs of ranks over their own keys; each rank keeps its heads.
+    """Combine the outputs that the ranks computed over their own keys.
+
+    Each rank keeps its heads.
 
     Args:
         out: Output of all heads over this rank's keys, [num_tokens, num_heads, width], bfloat16,

@@ -18,8 +18,8 @@ _ACTIVATIONS = ("bf16", "fp8")
 _WEIGHTS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bfloat16)
 
 _BLOCKS = {torch.float8_e4m3fn: (ACTIVATION_BLOCK, 1), torch.bfloat16: (1, 1)}
-"""For each weight dtype, the values of a row per scale and the values per element; FP4 is the
-default."""
+"""For each weight dtype: how many values of a row share a scale, and how many values an element
+holds. The other dtypes hold FP4."""
 
 _route = define_op(
     "experts",

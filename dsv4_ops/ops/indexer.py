@@ -174,9 +174,9 @@ _paged_mqa_logits_metadata = define_op(
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
     """Share the keys of a step's indexer among SMs as DeepGEMM does.
 
-    The keys of a row are divided into splits of 256. Each SM gets a run of consecutive splits, in
-    the order of the rows. Run lengths differ by at most one split; longer runs come first.
-    DeepGEMM's paged logits need such a schedule; our kernels do not.
+    The keys of each row of queries are divided into splits of 256. Each SM gets a run of
+    consecutive splits, in the order of the rows. Run lengths differ by at most one split; longer
+    runs come first. DeepGEMM's paged logits need such a schedule; our kernels do not.
 
     Args:
         seq_lens: Number of keys that every row of queries may see, [num_reqs], int32; negative
@@ -191,8 +191,8 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
 
     Returns:
         int32 [num_sms + 1, 2], dense: first row and split of every SM, then (num_reqs, 0). An SM's
-        run ends where the next SM's run begins; the two are equal for an SM without work. A run
-        begins in a row that has keys, or after all rows.
+        run ends where the next SM's run begins; an SM without work has the same entry as the next
+        SM. A run begins in a row that has keys, or after all rows.
 
         The numbers are those of DeepGEMM's ``get_paged_mqa_logits_metadata`` in vLLM 0.22. Later
         versions of DeepGEMM give the longer runs to the last SMs, but their logits accept our
@@ -285,8 +285,8 @@ def indexer_quantize_q(
         cos_sin_cache: From ``rope_cos_sin_cache``, for the layers with a compressor,
             [num_positions, rope_dim], float32; rope_dim is even and at most 128.
         softmax_scale: Factor applied to all weights, above 0. None means 128^-0.5 * num_heads^-0.5.
-        rope_first: Whether the first rope_dim values are rotated, rather than the last, as in
-            DeepSeek-V3.2 and GLM-5.
+        rope_first: Whether the first rope_dim values are rotated (DeepSeek-V3.2, GLM-5) rather than
+            the last.
         interleaved: Which values form pairs, as for ``apply_rope``; False for DeepSeek-V3.2.
 
     Returns:
@@ -501,8 +501,8 @@ def indexer_logits_ragged(
 
 
 def _check_schedule(checks: Checks, schedule: Tensor | None, name: str, rows: Tensor) -> None:
-    """Check DeepGEMM's schedule, and that there is one row per token, because DeepGEMM scores
-    tokens one by one."""
+    """Check DeepGEMM's schedule. ``rows`` must then have one entry per token, because our call of
+    DeepGEMM scores tokens one by one."""
     checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
     if schedule is not None and rows.dim() == 2:
         raise checks.error(
@@ -566,9 +566,9 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
         topk: Columns of the result. At least 0.
 
     Returns:
-        int32 [num_tokens, topk], dense: the ``topk`` candidates with the highest score, in
-        ascending order, then -1. Ties go to the lower column. -0 equals 0, NaN is below every
-        number, and a score of -inf is no candidate.
+        int32 [num_tokens, topk], dense: the columns of the ``topk`` candidates with the highest
+        scores, sorted by column number; unused entries are -1. Ties go to the lower column. -0
+        equals 0, NaN is below every number, and a score of -inf is no candidate.
 
     Mutates: nothing.
 
@@ -615,10 +615,10 @@ def indexer_select(
 
     One call scores and selects, for decodes and prefills.
 
-    Our kernels do not store scores, so memory and launches do not grow with the context; only for a
-    topk of 2048 and more they store up to 256 MiB of them, if sizes are known. The reference, which
-    runs for the layout "plain" on every device, gathers keys and stores their scores. A token's
-    rows do not depend on other tokens.
+    Our kernels do not store scores, so memory and launches do not grow with the context. There is
+    one exception: on Hopper, with a topk of 2048 or more, they store the scores if these take at
+    most 256 MiB and no size is symbolic. The reference, which runs for the layout "plain" on every
+    device, gathers keys and stores their scores. A token's rows do not depend on other tokens.
 
     Positions [num_reqs, next_n] are treated as one row per token, without a copy if they are
     contiguous. Kernels that read a request's keys once for all tokens of the request were slower
@@ -657,12 +657,13 @@ def indexer_select(
             selection), or "reference" (the definition); "auto" runs our kernels.
 
     Returns:
-        int32 [num_tokens, topk], dense: rows of the request, in ascending order, then -1, for
-        ``sparse_mla_prefill``. Candidates are the (position + 1) // compress_ratio complete rows
-        whose blocks exist. Scores are those of ``indexer_logits``; ties and NaN are as in
-        ``indexer_topk``. All candidates are selected if there are at most ``topk``. With ``slots``,
-        each row is replaced by its slot, as in ``global_topk_indices_and_lens``: block * block_size
-        + row in the block, -1 for no row and for slots beyond int32.
+        int32 [num_tokens, topk], dense: row numbers in the request, sorted, for
+        ``sparse_mla_prefill``; unused entries are -1. Candidates are the (position + 1) //
+        compress_ratio complete rows whose blocks exist. Scores are those of ``indexer_logits``;
+        ties and NaN are as in ``indexer_topk``. All candidates are selected if there are at most
+        ``topk``. With ``slots``, each row is replaced by its slot, as in
+        ``global_topk_indices_and_lens``: block * block_size + row in the block, -1 for no row and
+        for slots beyond int32.
 
     Mutates: nothing.
 

@@ -315,14 +315,16 @@ def combine_topk_swa_indices(
         compress_ratio: Positions per compressed row. At least 1.
         topk: Maximum selected rows per token; 0 for layers with only a window.
         workspace_rows: Rows of the workspace per request. At least 1.
-        swa_offset: Row at which the window rows of a request start. At least 0.
+        swa_offset: First window row of a request, counted from the start of the request's
+            workspace. At least 0.
 
     Returns:
-        ``TopkIndices(indices, lens)``: int32 [num_tokens, topk + window_size rounded up to 128]
-        with -1 in holes and past the end; and int32 [num_tokens], the number of valid columns:
-        min((position + 1) // compress_ratio, topk) + min(position + 1, window_size). A column is a
-        hole if its window row was not gathered or lies past the workspace, or if its index exceeds
-        int32. Padding tokens have a row of -1 and length 0.
+        ``TopkIndices(indices, lens)``: int32 [num_tokens, width] with -1 in holes and past the end,
+        where width is topk + window_size rounded up to a multiple of 128; and int32 [num_tokens],
+        the number of columns before the end, holes included: min((position + 1) // compress_ratio,
+        topk) + min(position + 1, window_size). A column is a hole if its window row was not
+        gathered or lies past the workspace, or if its index exceeds int32. Padding tokens have a
+        row of -1 and length 0.
 
     Mutates: nothing.
 
@@ -393,7 +395,7 @@ def mixed_sparse_indices(
     swa_block_span: int | None = None,
     compressed_block_span: int | None = None,
 ) -> TopkIndices:
-    """Build one index matrix for decode tokens, then prefill tokens.
+    """Build one index matrix: rows of decode tokens first, then of prefill tokens.
 
     The matrix has FlashInfer's layout.
 
@@ -404,9 +406,9 @@ def mixed_sparse_indices(
         decode_compressed_indices: Compressed rows of the decode tokens, [num_decode_tokens,
             columns], int32: cache slots, or rows inside the request. None means that there are no
             compressed rows.
-        decode_compressed_lens: Valid columns per decode token, [num_decode_tokens], int32. With
-            None, all columns count or, if the columns are rows inside the request, the columns up
-            to the last valid one.
+        decode_compressed_lens: Valid columns per decode token, [num_decode_tokens], int32. None
+            means all columns if they hold cache slots, and the columns up to the last valid entry
+            if they hold rows inside the request.
         prefill_topk_indices: Selected rows of the prefill tokens, inside the request,
             [num_prefill_tokens, columns], int32; only the first ``topk`` columns count.
         positions: Absolute position of every token, [num_tokens], int64, num_tokens =
@@ -425,15 +427,16 @@ def mixed_sparse_indices(
         decode_compressed_indices_are_local: Whether ``decode_compressed_indices`` are rows inside
             the request.
         swa_block_span: Rows from the start of one block of the window cache to the next, if blocks
-            of several caches are packed together. None: ``swa_block_size``.
+            of several caches are packed together. None means ``swa_block_size``.
         compressed_block_span: The same for the compressed cache.
 
     Returns:
-        ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + max(topk, columns) rounded up
-        to 4], window slots first, -1 for holes; and int32 [num_tokens], swa_width plus the number
-        of compressed columns that count. The window always counts swa_width columns, unlike in
-        ``combine_topk_swa_indices``. Slots past a table, on negative blocks or beyond int32 are
-        holes. Padding tokens have a row of -1 and length 0.
+        ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + compressed_width] with window
+        slots first and -1 for holes, where compressed_width is the larger of topk and the columns
+        of ``decode_compressed_indices``, rounded up to a multiple of 4; and int32 [num_tokens],
+        swa_width plus the number of compressed columns that count. The window always counts
+        swa_width columns, unlike in ``combine_topk_swa_indices``. Slots past a table, on negative
+        blocks or beyond int32 are holes. Padding tokens have a row of -1 and length 0.
 
     Mutates: nothing.
 

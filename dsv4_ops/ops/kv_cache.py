@@ -144,9 +144,9 @@ def dequantize_and_gather_k_cache(
     Returns:
         Nothing.
 
-    Mutates: ``out``: rows offset .. offset + gather_lens - 1 of every request, without the rows
-        that lie past the end of the workspace; no other value. Rows before position 0, past the
-        block table or on a block that does not exist are zeros.
+    Mutates: ``out``: rows offset .. offset + gather_lens - 1 of every request, as far as the
+        workspace has these rows; no other value. Rows before position 0, past the block table or on
+        a block that does not exist are zeros.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an

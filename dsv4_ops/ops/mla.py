@@ -531,9 +531,8 @@ def split_kv_b_proj(
 
     Args:
         weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], one row per output
-            feature. Or a linear layer with these ``in_features`` and ``out_features`` that stores
-            its weight in another form; the layer is applied to an identity matrix to get the
-            weight.
+            feature. Or a linear layer that stores a weight of this shape in another form; the layer
+            is applied to an identity matrix to get the weight.
         scale: Block scales of a float8_e4m3fn weight, [row_blocks, column_blocks], float32; blocks
             are 128 x 128, smaller at the edges. None for a weight without scales.
         num_heads: Heads of this rank.
@@ -826,11 +825,11 @@ def mla_sparse(
     """Attend with absorbed queries to selected latent rows of a paged cache.
 
     This is ``mla_decode`` over the rows that an indexer selected, for decodes and prefills: every
-    token has its own list. Lists hold slots, so the op reads no block table, and layers that share
-    a selection share one list.
+    token has its own row of ``indices``. ``indices`` holds slots, so the op reads no block table,
+    and layers that share a selection take the same ``indices``.
 
-    These models have no attention sinks. To add one sink logit per head, stack ``lse`` and the
-    sinks to ``lses``; ``cp_correct_out(out, lse, lses).out`` is then the output.
+    The models that this op serves have no attention sinks. To add one sink logit per head, stack
+    ``lse`` and the sinks to ``lses``; ``cp_correct_out(out, lse, lses).out`` is then the output.
 
     Args:
         q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim],

@@ -63,7 +63,8 @@ def context_chunks(
             for decodes and padding. Negative values count as 0.
         workspace_rows: Rows per chunk, on all ranks together; ``mla_workspace_rows`` suggests a
             number. At least cp_world_size * cp_interleave.
-        max_chunks: Chunks of the result; ``max_context_chunks`` computes a bound. At least 1.
+        max_chunks: Chunks of the result; ``max_context_chunks`` returns enough for any batch. At
+            least 1.
         chunk_plan: "packed" or "equal".
         block_size: Rows per block of the cache, which "equal" rounds to. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
@@ -73,9 +74,9 @@ def context_chunks(
     Returns:
         ``ContextChunks``, int32:
 
-        - local_starts [max_chunks, num_reqs]: each request's first row that a rank gathers, counted
-          among the request's rows on the rank; cp_world_size times this number is the request's
-          first position in the chunk.
+        - local_starts [max_chunks, num_reqs]: for each request, the first row that a rank gathers,
+          as a row number among the request's rows on this rank; cp_world_size times this number is
+          the request's first position in the chunk.
         - cu_seq_lens [max_chunks, num_reqs + 1]: start of each request's positions in the chunk,
           and the total number of positions. A request without positions in the chunk has an empty
           range.

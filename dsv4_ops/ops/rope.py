@@ -106,8 +106,8 @@ def apply_rope(
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most dim.
         inverse: Whether to rotate by the negative angles.
-        rope_first: Whether the first rope_dim values of a row are rotated, rather than the last, as
-            in the indexers of DeepSeek-V3.2 and GLM-5.
+        rope_first: Whether the first rope_dim values of a row are rotated (indexers of
+            DeepSeek-V3.2 and GLM-5) rather than the last.
         interleaved: Whether rotated values 2 i and 2 i + 1 form pair i. If False, values i and i +
             rope_dim / 2 form pair i, as in DeepSeek-V3.2's indexer.
 
@@ -348,8 +348,8 @@ def qnorm_rope_kv_insert(
     Mutates: ``k_cache``: only the bytes of the slots that the call writes. The bytes are those of
         ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``), bit for
         bit; a NaN among the rotated values is stored as 0x7FC0. If two tokens share a slot, the
-        slot may hold a mix of their bytes. Only this op and ``insert_c4_step`` both mutate an
-        argument and return a result, because they fuse independent parts into one launch.
+        slot may hold a mix of their bytes. Of all ops, only this op and ``insert_c4_step`` mutate
+        an argument and also return a result, because they fuse independent parts into one launch.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, more slots than

@@ -203,16 +203,17 @@ def sparse_mla_plan(
         and the offset of the token's partial results in a buffer, 0 for a token with one split. The
         order is: the first splits of tokens with several splits, the other splits of these tokens,
         tokens with one split, rows of -1. Tokens with one split are sorted by length, longest
-        first, in classes of 1/14 of the longest split; ties, and tokens with several splits, keep
-        their order. Every token has at least one split, even without keys.
+        first; lengths are compared in units of 1/14 of the split size, rounded down. Tokens with
+        equal lengths, and tokens with several splits, keep their order. Every token has at least
+        one split, even without keys.
 
         The plan takes the split size with the least expected time; the smallest candidate is the
         mean number of keys per program. The expected time is the time of the combines plus the
         larger of two times: the time of one full split, and the time of all splits and program
         starts divided by the number of programs. No token is split if that saves less time than a
         combine takes. Extra splits (all but a token's first) are limited to the programs without a
-        first split, or to a quarter of the programs if that is more: beyond one wave, an extra
-        split costs another round.
+        first split, or to a quarter of the programs if that is more, because more work tiles than
+        programs cost another wave.
 
         A split is a share of its token's keys, not a range, so a plan made from other lengths gives
         the same attention, only with a worse balance.
@@ -267,12 +268,12 @@ def flash_mla_metadata(
 
     The keys of a token form blocks of 64: first the blocks of its window, at least one, then the
     blocks of its selected rows. FlashMLA runs ``num_sm_parts`` parts, which take the tokens in
-    order. Each part takes an equal share of all blocks, where every token counts as 5 extra blocks.
-    A token that a part does not finish is split.
+    order. Each part takes an equal share of all blocks, where every token counts 5 blocks more than
+    it has. A token that a part does not finish is split.
 
-    One tensor serves all layers of a kind in a step: pass it as ``flash_mla_plan`` to
-    ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` with the impl "flash_mla". FlashMLA then
-    makes no plan in the call.
+    In a step, one tensor serves all layers with the same lengths and widths: pass it as
+    ``flash_mla_plan`` to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` with the impl
+    "flash_mla". FlashMLA then makes no plan in the call.
 
     Args:
         swa_lens: Rows of the window that every token sees, [num_tokens], int32, clamped to
@@ -292,8 +293,9 @@ def flash_mla_metadata(
         token, end block of the last token (exclusive), number of earlier parts that share the first
         token, whether the first and whether the last token is split, and 0. A part without work
         begins at num_tokens. The num_tokens + 1 numbers after these rows are FlashMLA's num_splits,
-        the exclusive prefix sum of splits with its total; the remaining numbers are 0. FlashMLA
-        therefore refuses the tensor in a call with another number of tokens.
+        the number of splits of all earlier tokens for each token, and the total; the remaining
+        numbers are 0. A call computes num_sm_parts from the number of rows and its own number of
+        tokens, so FlashMLA refuses the tensor in a call with another number of tokens.
 
         If a call has other lengths than the plan, FlashMLA silently skips keys or reads past the
         lists.
@@ -315,9 +317,9 @@ def flash_mla_metadata(
 
     Example:
         >>> import torch, dsv4_ops
-        >>> lens = torch.tensor([64, 640], dtype=torch.int32)  # 1 and 10 blocks, 6 and 15 counted
+        >>> lens = torch.tensor([64, 640], dtype=torch.int32)  # 1, 10 blocks, counted as 6, 15
         >>> made = dsv4_ops.flash_mla_metadata(lens, swa_width=640, num_sm_parts=2)
-        >>> made[0].tolist(), made[1].tolist()  # 11 counted each, and 5: blocks 0 to 4 of token 1
+        >>> made[0].tolist(), made[1].tolist()  # part 0: token 0, and 5 of token 1's blocks
         ([0, 1, 0, 5, 0, 0, 1, 0], [1, 1, 5, 10, 1, 1, 1, 0])
         >>> made[2:].flatten()[:3].tolist()  # num_splits
         [0, 1, 3]
@@ -436,8 +438,8 @@ def sparse_mla_decode(
             was made from affect only the speed. A tensor that is not such a plan gives undefined
             results, but no access out of bounds. Must be None for the impl "flash_mla".
         positions: Absolute position of every query, [num_tokens], int64, to apply inverse RoPE to
-            the output. None, together with ``cos_sin_cache``, leaves the output rotated. Rows at
-            positions below 0 or past the end of the table are not changed.
+            the output. If ``positions`` and ``cos_sin_cache`` are None, the output stays rotated.
+            Rows at positions below 0 or past the end of the table are not changed.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most the width of q.
         flash_mla_plan: FlashMLA's plan: the result of ``flash_mla_metadata`` for exactly this
