@@ -153,9 +153,9 @@ class DecodeMetadata(_Tensors):
     Attributes:
         req_indices: Request of the token, int32; -1 for padding.
         positions: Position of the token, int64; -1 for padding.
-        seq_lens, c4_lens, c128_lens: Visible positions, C4 rows and C128 rows, int32.
+        seq_lens, c4_lens, c128_lens: Numbers of visible positions, C4 rows and C128 rows, int32.
         swa_indices: Slots of the sliding window, [num_tokens, window_size], int32.
-        swa_lens: Valid entries of ``swa_indices``, int32.
+        swa_lens: Number of valid entries of ``swa_indices``, int32.
         c128_indices: Slots of all visible C128 rows, [num_tokens, max_c128_rows], int32.
         c4_slot_mapping, c128_slot_mapping: Slot of the compressed row that the token completes, or
             -1, int64.
@@ -184,11 +184,12 @@ class PrefillMetadata(_Tensors):
 
     Attributes:
         split: Numbers of decodes, prefills, decode tokens and prefill tokens, [4].
-        gather_lens: Trailing positions whose window keys are needed, [num_reqs].
+        gather_lens: Number of each request's last positions whose window keys are needed,
+            [num_reqs].
         c4_cu_seq_lens: Offsets of the requests in the gathered indexer keys, [num_reqs + 1].
         c4_row_start, c4_row_stop: Visible rows of the gathered indexer keys, [num_tokens].
         chunks: The indexer's chunk plan for the requests after the decodes, [max_chunks, 4].
-        num_chunks: Valid rows of ``chunks``, [1].
+        num_chunks: Number of valid rows of ``chunks``, [1].
     """
 
     req_indices: Tensor
@@ -292,9 +293,9 @@ def build_prefill_metadata(
         block_tables: As for ``build_decode_metadata``.
         is_valid_token: As for ``build_decode_metadata``.
         max_chunks: Capacity of the chunk plan, from ``AttentionSpec.max_chunks``.
-        num_decodes: Leading requests that the chunk plan skips. None skips the batch's decodes, as
-            counted in ``split`` of the result. To skip another number, pass an int or an int32
-            tensor whose first entry is the number, such as the result of
+        num_decodes: Number of leading requests that the chunk plan skips. None skips the batch's
+            decodes, as counted in ``split`` of the result. To skip another number, pass an int or
+            an int32 tensor whose first entry is the number, such as the result of
             ``split_decodes_and_prefills`` with another threshold.
 
     Returns:

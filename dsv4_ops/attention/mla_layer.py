@@ -191,7 +191,8 @@ def attend_expanded(
             rows = _context_rows(spec, cache, step, chunk)
             latent, rope = rows.split((spec.kv_lora_rank, spec.qk_rope_head_dim), -1)
             bounds = chunks.cu_seq_lens[chunk]
-            if chunk == 0:  # the fullest chunk: a product of all rows takes 2/3 of the time
+            # chunk 0 is the fullest: one product of all rows takes 2/3 of the time of mla_expand_kv
+            if chunk == 0:
                 expanded = expand(latent)
             else:
                 expanded = mla_expand_kv(latent, w_kv_b.unflatten(0, heads), bounds[-1:])
@@ -212,7 +213,7 @@ def _context_rows(spec: MlaSpec, cache: MlaCache, step: MlaStep, chunk: int) -> 
     gather = mla_gather_codes if coded else mla_gather_kv
     own = gather(cache.kv, slots, block_size=size, layout=spec.layout)
     rows, index = cp_gather_rows(own, spec.ranks.group), cast(Tensor, step.chunk_rows)[chunk]
-    # a rank's last rows may be unwritten memory
+    # an index below 0 marks an unused row, which must be 0 and not the row that the clamp reads
     rows = torch.where(index[:, None] >= 0, rows.index_select(0, index.clamp(min=0)), 0)
     if coded:
         rows = mla_dequantize_rows(rows, cache.scale, layout=spec.layout)

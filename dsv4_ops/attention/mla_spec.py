@@ -63,10 +63,10 @@ class MlaSpec:
         workspace_rows: With "chunked", context rows per chunk; ``mla_workspace_rows`` suggests a
             number.
         max_chunks: With "chunked", maximum chunks per step; 0 if no request has a context.
-            ``max_context_chunks`` computes a bound. Every layer expands all ``workspace_rows`` rows
-            of the first chunk, even if it is empty, and only the used rows of later chunks. Tokens
-            do not attend to contexts past the last chunk: if contexts may be that long, read
-            ``MlaStep.chunks.num_chunks``.
+            ``max_context_chunks`` returns a number that suffices for any batch. Every layer expands
+            all ``workspace_rows`` rows of the first chunk, even if it is empty, and only the used
+            rows of later chunks. Tokens do not attend to contexts past the last chunk: if contexts
+            may be that long, read ``MlaStep.chunks.num_chunks``.
         chunk_plan: "packed" or "equal"; as for ``context_chunks``.
         batch_invariant: Whether a decode token's result is bit-identical regardless of the other
             tokens in the batch.

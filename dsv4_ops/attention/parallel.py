@@ -37,8 +37,8 @@ class ContextParallel:
         interleave: Consecutive rows on one rank; divides the rows per block.
         via: How ranks combine their attention, as for ``cp_combine``. If every rank keeps all
             heads, ranks gather attention instead. "symmetric_memory" is also used for this gather,
-            and to gather a decode step's queries and indexer candidates; with other values these
-            are all-gathers.
+            and to gather a decode step's queries and indexer candidates; with another ``via``,
+            ranks all-gather them.
         shards_heads: Whether each rank has a part of the query heads (tensor parallelism of the
             projections around the attention). Ranks then gather the queries of all heads, and each
             rank gets the output of its own heads. Otherwise each rank has all heads, gathers every
@@ -117,7 +117,7 @@ class ContextParallel:
             raise argument_error(
                 op,
                 "spec.parallel",
-                must=f"have {size} ranks as its group",
+                must=f"have {size} ranks, as its group has",
                 got=self.world_size,
                 do="Make it with ContextParallel.of",
             )

@@ -1,7 +1,7 @@
 """The selection of an indexer whose keys are spread over ranks.
 
-Every rank scores its own keys and sends its best ones. All ranks select the same rows among the
-keys sent, and each rank attends to the selected rows that it has.
+Every rank scores its own rows, and sends the scores and the numbers of its best rows. All ranks
+select the same rows among the rows sent, and each rank attends to the selected rows that it has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankKeys:
 
     Attributes:
         cache: The keys, in blocks.
-        lens: Keys on this rank that each token sees, [num_tokens], int32.
+        lens: Number of keys on this rank that each token sees, [num_tokens], int32.
         req_indices: Request of each token, [num_tokens], int32.
         block_table: Blocks of every request, [num_reqs, max_blocks], int32.
         cp_rank: This rank, [1], int32.
@@ -107,7 +107,8 @@ def _candidates(
     layout: str,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """Select the rank's best rows; return their scores and local rows, [num_tokens, topk].
+    """Select the rank's best rows; return their scores and their row numbers on this rank,
+    [num_tokens, topk].
 
     Unlike ``indexer_select``, this function stores the logits. Unless sizes are symbolic, it stores
     at most ``max_logits_bytes`` at a time.

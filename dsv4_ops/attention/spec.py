@@ -149,7 +149,7 @@ class LayerSpec:
                 "sm_parts",
                 must="be 0 on several ranks",
                 got=self.sm_parts,
-                do="A step knows no selection of a rank",
+                do="A step does not know which rows a rank selects",
                 kind=NotImplementedError,
             )
         if self.impl == FLASH_MLA:

@@ -53,7 +53,7 @@ class CompressedStep:
     """Metadata of a step for layers with one compression ratio.
 
     Attributes:
-        lens: Visible compressed rows of every token, [num_tokens], int32.
+        lens: Number of compressed rows that each token sees, [num_tokens], int32.
         slot_mapping: Slot of the compressed row that a token completes, or -1, [num_tokens], int64.
         block_table: Block table of the compressed rows, and of the indexer keys.
         state_slot_mapping: Slot of every token's compressor state, [num_tokens], int64.
@@ -84,7 +84,7 @@ class RankShare:
     Attributes:
         cp_rank: The rank, [1], int32.
         swa_indices: This rank's columns of ``AttentionStep.swa_indices``, [num_tokens, columns].
-        swa_lens: Valid entries of ``swa_indices``, int32.
+        swa_lens: Number of valid entries of ``swa_indices``, int32.
     """
 
     cp_rank: Tensor
@@ -103,7 +103,7 @@ class AttentionStep:
         positions: Position of the token, int64; -1 for padding.
         slot_mapping: Slot in the window cache, int64; -1 for tokens that write to no cache.
         swa_indices: Slots of the sliding window, [num_tokens, window_size], int32.
-        swa_lens: Valid entries of ``swa_indices``, int32.
+        swa_lens: Number of valid entries of ``swa_indices``, int32.
         c4, c128: Metadata for the layers with a compressor.
         swa_block_table: Block table of the window cache, [num_reqs, max_blocks], int32; only the
             schedule "prefill" reads it.

@@ -177,7 +177,7 @@ class MlaCache:
 
 @dataclass(frozen=True)
 class IndexerInputs:
-    """Projection outputs of an indexer that scores every token, one row per token.
+    """Projection outputs of the indexer of ``dsa_layer``, one row per token.
 
     Attributes:
         q: Queries before RoPE, [num_tokens, index_heads, 128], in the spec's dtype.

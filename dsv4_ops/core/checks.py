@@ -204,7 +204,7 @@ class Checks:
                 raise self._wrong_shape(name, value, dims, do=do)
             return
         word, _, extra = dim.partition(" + ")
-        if extra:  # do not add 0, because Dynamo would trace the sum
+        if extra:  # never subtract 0: Dynamo would trace the difference
             offset = int(extra)
             if size < offset:
                 do = f"Pass at least {offset} entry, even for an empty batch"
@@ -274,7 +274,8 @@ class Checks:
             )
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
-        """Check that ``value`` has at least ``limit`` columns. ``limit_name`` has this value."""
+        """Check that ``value`` has at least ``limit`` columns. ``limit`` is the value of
+        ``limit_name``."""
         if value.shape[1] < limit:
             raise self.error(
                 name,

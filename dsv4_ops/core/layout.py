@@ -244,7 +244,8 @@ class PlainLayout(Layout):
 class MlaLayout(Layout):
     """FP8 rows of dense MLA, [num_blocks, block_size, row_bytes]: the latent, then the RoPE part.
 
-    Rows hold their own scales and follow one another without padding.
+    Rows follow one another without padding. If rows have scales of their own, each row holds its
+    scales.
     """
 
     @property

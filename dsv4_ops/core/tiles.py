@@ -33,7 +33,7 @@ PLAN_COLUMNS = 4
 
 CLASSES = 16
 """Number of length classes. Tokens with several splits are one class; other tokens are classed by
-their length in fourteenths of a split."""
+their length in fourteenths of the split size."""
 
 
 MIN_SCHEDULED_TILES, MAX_SCHEDULED_TOKENS = 32, 256

@@ -85,7 +85,7 @@ class TopkIndices(NamedTuple):
 
 
 class LocalRows(NamedTuple):
-    """The rows of each request on this rank; see ``dsv4_ops.cp_local_rows``."""
+    """The selected rows of each token that a rank owns; see ``dsv4_ops.cp_local_rows``."""
 
     rows: Tensor
     lens: Tensor

@@ -58,8 +58,8 @@ class YarnScaling:
             period = self.original_positions / (2 * math.pi * turns)
             return rope_dim * math.log(period) / (2 * math.log(theta))
 
-        # as in the official code, each end is clamped on one side only: the ends of a ramp that
-        # lies outside of the pairs are swapped
+        # as in the official code, each end is clamped on one side only, so a ramp that lies outside
+        # of the pairs has low above high
         low = max(math.floor(pair_of(self.beta_fast)), 0)
         high = min(math.ceil(pair_of(self.beta_slow)), rope_dim - 1)
         width = high - low if high != low else COLLAPSED_RAMP

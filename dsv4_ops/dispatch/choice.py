@@ -232,7 +232,7 @@ def obstacle(op: str, library: str, values: Values) -> str:
     if values.get("plan") is not None:
         return "the plan is ours"
     if not _is_sized(values):
-        return "sizes are symbols, and asking them would fix them"
+        return "sizes are symbolic, and reading them would add guards"
     found = limit(op, library, values)
     if found is not None:
         return f"{found.advice}: the call is {found.what}"

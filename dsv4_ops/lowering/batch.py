@@ -45,8 +45,8 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
                 boundary = start_of(ops.sub(ops.minimum(candidate, limit), int32(1)))
                 take = ops.logical_and(ops.le(candidate, limit), ops.le(boundary, token))
                 count = ops.where(take, ops.add(count, int32(stride)), count)
-        # count boundaries lie at or before the token: with 0 the token is before the first request,
-        # with limit after the last request
+        # count boundaries lie at or before the token: if count is 0, the token lies before the
+        # first request; if count is limit, the token lies after the last request
         inside = ops.logical_and(ops.gt(count, int32(0)), ops.lt(count, limit))
         return ops.where(inside, ops.sub(count, int32(1)), int32(ABSENT))
 

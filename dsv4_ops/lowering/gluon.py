@@ -90,8 +90,8 @@ def binary_of(kernel: Any, arguments: Sequence[Argument | int], options: dict[st
         if data.global_scratch_size or data.profile_scratch_size:
             raise RuntimeError(
                 f"{kernel.__name__} was compiled to need memory for itself, which a package does "
-                "not have for it. Unset what of Triton instruments kernels, such as TRITON_* "
-                "variables."
+                "not have for it. Unset the variables that make Triton instrument kernels, such as "
+                "TRITON_*."
             )
         types = tuple(kernel_binary.src.signature.values())[: len(arguments)]
         code = kernel_binary.asm["cubin"]

@@ -1,6 +1,6 @@
 """The kinds of lowering: what AOTAutograd does when it traces an op (see ``dispatch/define.py``).
 
-An op has its kind's default lowering, which traces the op's reference, unless
+An op has its kind's default lowering, which is made from the op's reference, unless
 ``lowering/<stem>.py`` defines another one. The stem is the name of the files that define the op.
 """
 

@@ -118,8 +118,8 @@ def slot_rows(
 def _row_buffers(
     block_table: Any, req_indices: Any, first: Any | None, lens: Any, block_size: int
 ) -> tuple[Callable[..., Any], ...]:
-    """Return loaders of two [num_tokens] buffers: the number of entries that lie in the table, and
-    the table's row."""
+    """Return loaders of two [num_tokens] buffers: the number of the token's entries that lie in the
+    table, and the row of the table that the token reads."""
     (num_tokens,) = lens.get_size()
     max_blocks = block_table.get_size()[1]
     load_len, load_request = lens.make_loader(), req_indices.make_loader()

@@ -48,8 +48,8 @@ def split_prefill_chunks(
         query_lens: Query rows of every request, [num_reqs], int32. Negative values count as 0.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
-        max_chunks: Rows of ``chunks``; ``max_prefill_chunks`` returns enough for any batch. At
-            least 1.
+        max_chunks: Rows of ``chunks``; ``max_prefill_chunks`` returns a number that suffices for
+            any batch. At least 1.
         request_offset: Number added to request numbers: the number of decodes before the first
             prefill.
 

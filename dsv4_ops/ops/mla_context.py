@@ -63,8 +63,8 @@ def context_chunks(
             for decodes and padding. Negative values count as 0.
         workspace_rows: Rows per chunk, on all ranks together; ``mla_workspace_rows`` suggests a
             number. At least cp_world_size * cp_interleave.
-        max_chunks: Chunks of the result; ``max_context_chunks`` returns enough for any batch. At
-            least 1.
+        max_chunks: Chunks of the result; ``max_context_chunks`` returns a number that suffices for
+            any batch. At least 1.
         chunk_plan: "packed" or "equal".
         block_size: Rows per block of the cache, which "equal" rounds to. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
