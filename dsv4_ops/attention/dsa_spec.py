@@ -98,7 +98,8 @@ class DsaSpec(MlaSpec):
     def check_impl(self, op: str, num_tokens: int, impl: str | None = None) -> None:
         """Raise an error that names ``op`` if ``impl`` does not support the spec's calls.
 
-        The calls are those of ``dense``, the selection and the attention to selected rows."""
+        The calls are those of the spec ``dense``, the selection, and the attention to the selected
+        rows."""
         impl = self.impl if impl is None else impl
         expands = self.context == "absorbed" or self.expands
         dense = self if expands else replace(self, context="absorbed")

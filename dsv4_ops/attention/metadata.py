@@ -33,7 +33,7 @@ noise may choose the block size that is 2x slower on large batches. Programmatic
 """
 
 _ROW_MULTIPLE = 128
-"""FlashMLA requires index rows padded to a multiple of this number."""
+"""FlashMLA requires index matrices whose width is a multiple of this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class AttentionSpec:
         return rows + -rows % _ROW_MULTIPLE
 
     def max_chunks(self, *, num_reqs: int, num_tokens: int) -> int:
-        """Return an upper bound on the indexer chunks of a batch with these sizes."""
+        """Return an upper bound on the number of indexer chunks of a batch with these sizes."""
         return max_prefill_chunks(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -187,7 +187,8 @@ class PrefillMetadata(_Tensors):
         gather_lens: Number of each request's last positions whose window keys are needed,
             [num_reqs].
         c4_cu_seq_lens: Offsets of the requests in the gathered indexer keys, [num_reqs + 1].
-        c4_row_start, c4_row_stop: Visible rows of the gathered indexer keys, [num_tokens].
+        c4_row_start, c4_row_stop: First visible row of the gathered indexer keys, and one past the
+            last, [num_tokens].
         chunks: The indexer's chunk plan for the requests after the decodes, [max_chunks, 4].
         num_chunks: Number of valid rows of ``chunks``, [1].
     """
@@ -222,7 +223,7 @@ def build_decode_metadata(
     block_tables: BlockTables,
     is_valid_token: Tensor | None = None,
 ) -> DecodeMetadata:
-    """Build the metadata of a decode step; batches may be uniform, ragged or MTP.
+    """Build the metadata of a decode step, whose requests may differ in length.
 
     Args:
         spec: The model's attention configuration.

@@ -32,8 +32,8 @@ class MlaStep:
         positions: Position of the token, [num_tokens], int64; -1 for padding.
         slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing on
             this rank, such as tokens of other ranks.
-        decode_lens: Rows of this rank that each decode token sees, [max_decode_tokens], int32; 0
-            for padding.
+        decode_lens: Number of rows of this rank that each decode token sees, [max_decode_tokens],
+            int32; 0 for padding.
         decode_req_indices: Request of each decode token, [max_decode_tokens], int32.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
         decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
@@ -44,8 +44,9 @@ class MlaStep:
         prefill_start_loc: First prefill token of every request and one past the last, [num_reqs +
             1], int32; decodes have no prefill tokens.
         chunks: The chunk plan of the contexts, or None if the step has no contexts.
-        chunk_slots: Slot of every row of each chunk, [max_chunks, workspace_rows], int64; -1 for
-            unused rows. If ranks share the cache, each rank has its own part of the rows.
+        chunk_slots: Slot of each row that this rank gathers for a chunk, [max_chunks, num_rows],
+            int64; -1 for unused rows. num_rows is workspace_rows, divided among the ranks if they
+            share the cache.
         chunk_rows: Index of each row of a chunk among the rows that the ranks gathered,
             [max_chunks, workspace_rows], int64; -1 for unused rows. None if there is one rank.
         cp_rank: This rank, [1], int32. None if there is one rank.

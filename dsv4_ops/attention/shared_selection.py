@@ -29,7 +29,7 @@ from dsv4_ops.reference.common import masked_index
 
 @dataclass(frozen=True)
 class RankKeys:
-    """The indexer keys of a rank, and which keys every token sees.
+    """The indexer keys of a rank, and which keys each token sees.
 
     Attributes:
         cache: The keys, in blocks.

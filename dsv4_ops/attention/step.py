@@ -96,7 +96,7 @@ class RankShare:
 class AttentionStep:
     """Hold the metadata of one step for all attention layers.
 
-    Every field is [num_tokens, ...]; rows of padding tokens have defined values too.
+    Fields are [num_tokens] unless a shape is given. Rows of padding tokens have defined values too.
 
     Attributes:
         req_indices: Request of the token, int32; -1 for padding.

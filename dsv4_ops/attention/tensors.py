@@ -105,7 +105,7 @@ class LayerCaches:
 
 
 class LayerCall(NamedTuple):
-    """The arguments of ``attention_layer``, for its stages."""
+    """The arguments of ``attention_layer``, as one value that its stages take."""
 
     spec: LayerSpec
     kind: str

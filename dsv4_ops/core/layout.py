@@ -26,7 +26,8 @@ CACHE_ALIGNMENT = 16
 """Every page starts at a multiple of this many bytes, because kernels copy 16 bytes at a time."""
 
 KEY_BLOCK = 128
-"""In FlashMLA's sparse prefill, the number of keys must be a multiple of this number."""
+"""In FlashMLA's sparse prefill, the number of columns of the index matrix must be a multiple of
+this number."""
 
 INDEX_ALIGNMENT = 4
 """FlashInfer reads this many indices at a time, so index matrices are padded to a multiple of this

@@ -55,7 +55,8 @@ SPLIT_SIZES, SPLIT_STEPS = 16, 4
 two."""
 
 COMBINE_TILES, EXTRA_SPLIT_TILES = 2, 1
-"""Cost of a combine per program, and cost of an extra split, in key tiles."""
+"""Costs in key tiles: what a launch of combines costs each program, and what an extra split
+costs."""
 
 COMBINE_COLUMNS = 4
 """Columns of the list of tokens to combine: token, splits, first partial result, unused. The first

@@ -18,7 +18,7 @@ ABSENT = -1
 
 
 class FlashMlaPlan(NamedTuple):
-    """FlashMLA's plan for calls of the sizes in the fields; see
+    """FlashMLA's plan, and the sizes of the calls that it is for; see
     ``dsv4_ops.dispatch.providers.flash_mla_plan``."""
 
     schedule: Tensor

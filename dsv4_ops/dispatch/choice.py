@@ -87,7 +87,7 @@ def check_impl(
 ) -> None:
     """Raise if the op has no such ``impl``, or if ``impl`` does not support this call or device.
 
-    The op checks whether the library is installed when the op runs or is compiled.
+    Whether the library is installed is checked later: when the op runs or is compiled.
     """
     allowed = (AUTO, *providers)
     if not isinstance(impl, str):

@@ -38,7 +38,7 @@ _MADE: Any = WeakIdKeyDictionary()
 
 
 def pages(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dtype: str) -> Tensor:
-    """Return the blocks of a cache, [num_blocks, *page], by views that compilers can invert."""
+    """Return the blocks of a cache, [num_blocks, *page], as a view that compilers can invert."""
     of_dtype = getattr(torch, dtype)
     typed, size = pool.view(of_dtype), of_dtype.itemsize
     num_blocks = pool.shape[0] if pool.dim() == 2 else pool.shape[0] // block_stride

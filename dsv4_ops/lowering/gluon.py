@@ -237,7 +237,7 @@ def call(
         tensors: C++ expressions of the tensors. Each expression is evaluated once, because it may
             own its tensor.
         arguments: Indices of tensors, and numbers in C++, in the kernel's order.
-        grid: Numbers of programs.
+        grid: Number of programs in each dimension.
     """
     lines, places = ["{"], []
     for number, tensor in enumerate(tensors):

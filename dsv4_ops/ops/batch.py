@@ -85,8 +85,8 @@ def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing. If values decrease, a token may get any request in range.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
-            request.
+        seq_lens: Number of tokens of each request, context included, [num_reqs], int32. 0 marks a
+            padding request.
         num_tokens: Tokens of the padded batch. ``query_start_loc`` may end before or after
             ``num_tokens``.
 
@@ -142,8 +142,8 @@ def flatten_decode(
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
-            request.
+        seq_lens: Number of tokens of each request, context included, [num_reqs], int32. 0 marks a
+            padding request.
         num_tokens: Tokens of the padded batch.
         compress_ratio: Positions per cache row: 1, 4 or 128 in DeepSeek-V4. At least 1.
 
@@ -248,8 +248,8 @@ def mtp_seq_lens(
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
-            request.
+        seq_lens: Number of tokens of each request, context included, [num_reqs], int32. 0 marks a
+            padding request.
         next_n: Maximum tokens of a decode request. At least 1.
         compress_ratio: Positions per cache row. At least 1.
 

@@ -38,14 +38,15 @@ def split_prefill_chunks(
 
     A request is added to a chunk while the chunk's key rows stay within ``workspace_size``, and its
     query rows times its key rows stay within ``max_logits_bytes`` / 4. A request that exceeds a
-    limit by itself gets chunks of its own. They split its query rows, at least one per chunk, so
-    that each chunk stays within the logits limit. They do not split its keys, so make
-    ``workspace_size`` at least the key rows of the longest request.
+    limit by itself gets chunks of its own. These chunks divide the request's query rows, so that
+    each chunk stays within the logits limit or has a single query row. They do not divide its keys,
+    so make ``workspace_size`` at least the key rows of the longest request.
 
     Args:
-        seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative values
-            count as 0.
-        query_lens: Query rows of every request, [num_reqs], int32. Negative values count as 0.
+        seq_lens: Number of key rows of each request (its compressed length), [num_reqs], int32.
+            Negative values count as 0.
+        query_lens: Number of query rows of each request, [num_reqs], int32. Negative values count
+            as 0.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
         max_chunks: Rows of ``chunks``; ``max_prefill_chunks`` returns a number that suffices for
@@ -111,8 +112,8 @@ def plan_prefill_chunks(
     Use this function in eager code that has the lengths on the host.
 
     Args:
-        seq_lens: Key rows of every request, non-negative ints or a CPU tensor.
-        query_lens: Query rows of every request, with the same number of entries.
+        seq_lens: Number of key rows of each request, non-negative ints or a CPU tensor.
+        query_lens: Number of query rows of each request, with as many entries as ``seq_lens``.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
         request_offset: Number added to the request numbers.
@@ -220,15 +221,15 @@ def prefill_row_bounds(
             mark padding.
         req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative values
-            count as 0.
+        seq_lens: Number of tokens of each request, context included, [num_reqs], int32. Negative
+            values count as 0.
         compress_ratio: Positions per compressed row. At least 1.
 
     Returns:
         ``PrefillRowBounds(cu_seq_lens, row_start, row_stop)``: the prefix sum of compressed
         lengths, int32 [num_reqs + 1], saturating at 2**31 - 1; and each token's first row and one
-        past its last row, int32 [num_tokens]. Padding tokens have bounds 0 and 0. A token never
-        sees rows past its request.
+        past its last row, int32 [num_tokens]. Padding tokens have bounds 0 and 0. ``row_stop`` is
+        never past the end of the token's request.
 
     Mutates: nothing.
 
@@ -281,7 +282,7 @@ def prefill_chunk_row_bounds(
 
     Row 0 is the first key of the chunk's first request.
 
-    Results have the shapes of the whole batch, so ``chunk`` may be any row of
+    Results have the shapes of the whole batch, so ``chunk`` may be any row of the plan of
     ``split_prefill_chunks`` without a recompile.
 
     Args:
@@ -289,8 +290,8 @@ def prefill_chunk_row_bounds(
             mark padding.
         req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative values
-            count as 0.
+        seq_lens: Number of tokens of each request, context included, [num_reqs], int32. Negative
+            values count as 0.
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32.
         chunk: (req_start, req_stop, query_start, query_stop), int32 [4], on the device.

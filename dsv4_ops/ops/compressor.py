@@ -354,9 +354,9 @@ def save_and_compress(
 ) -> None:
     """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
 
-    One call launches one kernel fewer than the two ops. It reads the inputs that both ops share
-    from memory only once if these inputs fit into the GPU's L2 cache. With ``save_first``, the
-    result is the same as that of the two ops in this order.
+    One call launches one kernel fewer than the two ops. Inputs that both ops need are read from
+    memory only once if they fit into the GPU's L2 cache. With ``save_first``, the result is the
+    same as that of the two ops in this order.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for

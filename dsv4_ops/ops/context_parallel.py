@@ -63,10 +63,10 @@ def cp_seq_lens(
     grow by 1 per token.
 
     Args:
-        seq_lens: Keys of every sequence on all ranks, [num_seqs], int32, such as the ``seq_lens``
-            of ``flatten_decode``; negative values count as 0.
+        seq_lens: Number of keys of each sequence on all ranks together, [num_seqs], int32, such as
+            the ``seq_lens`` of ``flatten_decode``; negative values count as 0.
         cp_rank: The rank, [1], int32, so that one graph serves all ranks. A rank that does not
-            exist has no keys. None means the counts of all ranks.
+            exist has no keys. None returns the counts of all ranks.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
 
@@ -207,7 +207,7 @@ def cp_row_indices(
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        int64 [num_rows], below cp_world_size * num_local_rows; -1 for padding and for rows that no
+        int64 [num_rows]: indices into the concatenated rows; -1 for padding and for rows that no
         rank gathered.
 
     Mutates: nothing.
@@ -370,7 +370,7 @@ def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e
             float32.
         lse: Log-sum-exp of this rank, [num_tokens, num_heads], float32.
         lses: Log-sum-exps of all ranks, [cp_world_size, num_tokens, num_heads], float32. A rank
-            whose value is -inf, +inf or NaN has no keys, and its output may have any value.
+            whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may have any value.
         lse_base: Base of the log-sum-exps, "e" or "2".
 
     Returns:
@@ -439,7 +439,7 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
         stream. Export: yes, except for "symmetric_memory", which C++ packages cannot call. A
         package needs a process group of this name when it runs.
 
-    Source: vLLM 0.33, decode context parallelism, which concatenates queries first.
+    Source: vLLM 0.33's decode context parallelism, which gathers the queries before attention.
 
     Example:
         >>> import torch, torch.distributed as dist, dsv4_ops

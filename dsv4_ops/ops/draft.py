@@ -31,11 +31,11 @@ def verify_draft(
 ) -> VerifiedDraft:
     """Accept the drafted tokens that agree with the model, and add one token.
 
-    Row i of a request's logits is the model's prediction for draft i; the last row follows all
-    drafts. Greedy decoding accepts drafts while they are the most likely tokens. Sampling accepts a
-    draft with probability min(1, p / q), where p = softmax(logits / temperature) and q =
-    draft_probs. The first rejected draft is replaced by a sample of the normalised (p - q)+. The
-    resulting tokens have the same distribution as tokens sampled from p.
+    Row i of a request's logits is the model's prediction for draft i; the last row is the
+    prediction after all drafts. Greedy decoding accepts drafts while they are the most likely
+    tokens. Sampling accepts a draft with probability min(1, p / q), where p = softmax(logits /
+    temperature) and q = draft_probs. The first rejected draft is replaced by a sample of the
+    normalised (p - q)+. The resulting tokens have the same distribution as tokens sampled from p.
 
     Args:
         logits: [num_reqs, num_drafts + 1, vocab_size], float32 or bfloat16, any strides. NaN counts

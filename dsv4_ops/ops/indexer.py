@@ -179,7 +179,7 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
     runs come first. DeepGEMM's paged logits need such a schedule; our kernels do not.
 
     Args:
-        seq_lens: Number of keys that every row of queries may see, [num_reqs], int32; negative
+        seq_lens: Number of keys that each row of queries may see, [num_reqs], int32; negative
             values count as 0. Our ops call DeepGEMM with one row per token. If the shape is
             [num_reqs, next_n], as from ``mtp_seq_lens``, a row is a request, and its length is the
             maximum of the request's lengths. Use this shape to call DeepGEMM yourself with queries
@@ -190,9 +190,9 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
         num_sms: SMs that run the logits, DeepGEMM's ``get_num_sms()``. At least 1.
 
     Returns:
-        int32 [num_sms + 1, 2], dense: first row and split of every SM, then (num_reqs, 0). An SM's
-        run ends where the next SM's run begins; an SM without work has the same entry as the next
-        SM. A run begins in a row that has keys, or after all rows.
+        int32 [num_sms + 1, 2], dense: the row and the split at which each SM begins, then
+        (num_reqs, 0). An SM's run ends where the next SM's run begins; an SM without work has the
+        same entry as the next SM. A run begins in a row that has keys, or after all rows.
 
         The numbers are those of DeepGEMM's ``get_paged_mqa_logits_metadata`` in vLLM 0.22. Later
         versions of DeepGEMM give the longer runs to the last SMs, but their logits accept our
@@ -361,7 +361,7 @@ def indexer_logits(
     layout: str = IndexerLayout.tag,
     impl: str = "auto",
 ) -> Tensor:
-    """Score the first compressed rows of every token's request.
+    """Score the compressed rows that each token may see.
 
     The op reads the keys from their blocks. To select rows, call ``indexer_select``, which does not
     store the scores.
@@ -377,7 +377,7 @@ def indexer_logits(
             Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain",
             the shape is [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
             ``compress_and_insert`` writes them.
-        lens: Number of rows that every token may see, [num_tokens], int32, from ``flatten_decode``.
+        lens: Number of rows that each token may see, [num_tokens], int32, from ``flatten_decode``.
             Or [num_reqs, next_n], from ``mtp_seq_lens``, where entry (b, j) is for token b * next_n
             + j. With both shapes, every token is scored by itself, for the reason that
             ``indexer_select`` gives.
@@ -401,8 +401,8 @@ def indexer_logits(
     Returns:
         float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
         scale of the key if the key has one. -inf for rows past ``lens`` and for rows on absent
-        blocks. Sums are float32; Hopper's FP8 tensor cores keep about 14 bits of a product over 128
-        values.
+        blocks. Sums are float32; Hopper's FP8 tensor cores keep about 14 bits of a sum of 128
+        products.
 
     Mutates: nothing.
 
@@ -452,7 +452,7 @@ def indexer_logits(
 def indexer_logits_ragged(
     q: Tensor, weights: Tensor, k: Tensor, scales: Tensor, row_start: Tensor, row_stop: Tensor
 ) -> Tensor:
-    """Score gathered keys; every token sees a span of the keys.
+    """Score gathered keys; each token sees a span of the keys.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
@@ -611,7 +611,7 @@ def indexer_select(
     slots: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Select the compressed rows that every token attends to.
+    """Select the compressed rows that each token attends to.
 
     One call scores and selects, for decodes and prefills.
 

@@ -95,8 +95,8 @@ def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_siz
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
-            request.
+        seq_lens: Number of tokens of each request, context included, [num_reqs], int32. 0 marks a
+            padding request.
         window_size: Keys of a full window, including the token's own key. At least 1.
 
     Returns:
@@ -214,7 +214,7 @@ def dense_compressed_indices(
     compress_ratio: int,
     max_compressed: int,
 ) -> TopkIndices:
-    """List the slots of all compressed rows that every token may see.
+    """List the slots of all compressed rows that each token may see.
 
     C128 layers attend to these rows.
 
@@ -293,7 +293,7 @@ def combine_topk_swa_indices(
     workspace_rows: int,
     swa_offset: int,
 ) -> TopkIndices:
-    """List the rows of a gathered workspace that every token attends to.
+    """List the rows of a gathered workspace that each token attends to.
 
     The token's selected compressed rows come first, then the rows of its window.
 
@@ -309,8 +309,8 @@ def combine_topk_swa_indices(
         req_indices: Request of every token, counted from the first request in the workspace,
             [num_tokens], int32; values outside 0..num_reqs-1 mark padding.
         seq_lens: Length of every request, [num_reqs], int32.
-        gather_lens: Number of gathered window rows of every request, which are its last rows,
-            [num_reqs], int32.
+        gather_lens: Number of gathered window rows of each request, [num_reqs], int32. These rows
+            are the request's last positions.
         window_size: Keys in a full window, including the token's own key. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         topk: Maximum selected rows per token; 0 for layers with only a window.

@@ -132,13 +132,14 @@ def dequantize_and_gather_k_cache(
         out: Workspace, [num_reqs, num_rows, 512], bfloat16, any strides.
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
             ``quantize_and_insert_k_cache``.
-        seq_lens: Rows of every request in this cache, [num_reqs], int32.
+        seq_lens: Number of rows of each request in this cache, [num_reqs], int32.
         gather_lens: Number of rows to read from the end of every request, [num_reqs], int32; None
             reads all rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         block_size: Rows per block. At least 1.
-        offset: Row of the workspace at which every request starts, 0..num_rows.
+        offset: Row in each request's part of the workspace at which its gathered rows begin,
+            0..num_rows.
         layout: Tag of the cache's layout, "v4_fp8".
 
     Returns:
@@ -214,14 +215,15 @@ def gather_k_cache(
     Args:
         k_cache: "v4_fp8": [num_blocks, page_bytes], uint8. "plain": [num_blocks, block_size,
             width], bfloat16 or float32, with dense rows.
-        seq_lens: Rows of every request in this cache, [num_reqs], int32.
+        seq_lens: Number of rows of each request in this cache, [num_reqs], int32.
         gather_lens: Number of rows to read from the end of every request, [num_reqs], int32; None
             reads all rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         block_size: Rows per block. At least 1.
         num_rows: Rows of the result per request. At least 0.
-        offset: Row of the result at which every request starts, 0..num_rows.
+        offset: Row in each request's part of the result at which its gathered rows begin,
+            0..num_rows.
         layout: Tag of the cache's layout, "v4_fp8" or "plain".
 
     Returns:

@@ -726,8 +726,8 @@ def mla_decode(
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
-        num_splits: Splits of the rows of a token; 0 lets the batch or the plan decide. At least 0,
-            and 0 with a plan.
+        num_splits: Number of splits of a token's rows; 0 lets the batch or the plan decide. At
+            least 0, and 0 with a plan.
         batch_invariant: Whether to split by the table's width alone if num_splits is 0. A token's
             result then has the same bits regardless of the other tokens in the batch. A plan is
             then refused.
@@ -848,7 +848,7 @@ def mla_sparse(
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain" or "mla_ds_fp8".
-        num_splits: Splits of the rows of a token; 0 lets the batch decide. At least 0.
+        num_splits: Number of splits of a token's rows; 0 lets the batch decide. At least 0.
         batch_invariant: Whether to split by topk alone if num_splits is 0. A token's result then
             has the same bits regardless of the other tokens in the batch.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition).

@@ -59,8 +59,8 @@ def context_chunks(
     these rows do not exist.
 
     Args:
-        context_lens: Tokens of every request in the cache before this step, [num_reqs], int32; 0
-            for decodes and padding. Negative values count as 0.
+        context_lens: Number of tokens of each request in the cache before this step, [num_reqs],
+            int32; 0 for decodes and padding. Negative values count as 0.
         workspace_rows: Rows per chunk, on all ranks together; ``mla_workspace_rows`` suggests a
             number. At least cp_world_size * cp_interleave.
         max_chunks: Chunks of the result; ``max_context_chunks`` returns a number that suffices for
@@ -81,7 +81,7 @@ def context_chunks(
           and the total number of positions. A request without positions in the chunk has an empty
           range.
         - local_cu_seq_lens [max_chunks, num_reqs + 1]: the same for the rows that a rank gathers;
-          equal to ``cu_seq_lens`` on one rank.
+          equal to ``cu_seq_lens`` if there is one rank.
         - num_chunks [1]: number of chunks of the plan. If num_chunks exceeds max_chunks, the plan
           does not fit and only its first max_chunks chunks are stored. num_chunks is 2**31 - 1 if
           "equal" would give a request less than a block.
@@ -131,7 +131,8 @@ def plan_context_chunks(
     """List the chunks of ``context_chunks`` for lengths on the host.
 
     Args:
-        context_lens: Tokens that every request has in the cache, non-negative ints or a CPU tensor.
+        context_lens: Number of tokens that each request has in the cache, non-negative ints or a
+            CPU tensor.
         workspace_rows: Rows per chunk, on all ranks together. At least cp_world_size *
             cp_interleave.
         chunk_plan: "packed" or "equal".

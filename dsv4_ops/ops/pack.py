@@ -40,8 +40,8 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
 
     Returns:
         [num_reqs, next_n, ...] of the dtype of ``x``, dense: row t of a request is the request's
-        token t, or ``pad`` if the request or ``x`` ends before token t. Tokens from next_n on are
-        dropped.
+        token t, or ``pad`` if the request or ``x`` ends before token t. A request's tokens from
+        token next_n on are dropped.
 
     Mutates: nothing.
 
@@ -72,7 +72,7 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
 
 
 def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> Tensor:
-    """Unpack the rows of every token from a rectangle of requests.
+    """Unpack a row for each token from a rectangle of requests.
 
     This op is the inverse of ``pack_seq``.
 
@@ -84,7 +84,7 @@ def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> T
 
     Returns:
         [num_tokens, ...] of the dtype of ``packed``, dense. Token t of a request gets row t of the
-        request. Tokens from next_n on and padding are zeros.
+        request. A request's tokens from token next_n on, and padding tokens, get zeros.
 
     Mutates: nothing.
 

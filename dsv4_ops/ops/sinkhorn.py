@@ -27,7 +27,7 @@ _sinkhorn = define_op(
 def sinkhorn(
     logits: Tensor, *, num_streams: int = 4, iterations: int = 20, eps: float = 1e-6
 ) -> Tensor:
-    """Make almost doubly stochastic matrices from every token's logits.
+    """Make an almost doubly stochastic matrix from each token's logits.
 
     The matrices mix the residual streams. The op takes the softmax of every row and adds ``eps``.
     Then it divides columns and rows in turn by their sums plus ``eps``; columns come first and

@@ -190,10 +190,10 @@ def sparse_mla_plan(
     or ``sparse_mla_decode_paged``, or let ``dsv4_ops.attention.build_attention_step`` make it.
 
     Args:
-        swa_lens: Rows of the window that every token sees, [num_tokens], int32; negative values
+        swa_lens: Number of window rows that each token sees, [num_tokens], int32; negative values
             count as 0.
-        extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32; None
-            for layers that have only a window.
+        extra_lens: Number of compressed rows that each token sees, [num_tokens], int32; None for
+            layers that have only a window.
         num_heads: Heads of the queries that the plan is for. At least 1.
         num_programs: Programs that run at once: the SMs of the device. At least 1.
 
@@ -276,10 +276,10 @@ def flash_mla_metadata(
     "flash_mla". FlashMLA then makes no plan in the call.
 
     Args:
-        swa_lens: Rows of the window that every token sees, [num_tokens], int32, clamped to
+        swa_lens: Number of window rows that each token sees, [num_tokens], int32, clamped to
             0..swa_width.
-        extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32, clamped
-            to 0..extra_width; None for layers with a window only.
+        extra_lens: Number of compressed rows that each token sees, [num_tokens], int32, clamped to
+            0..extra_width; None for layers with a window only.
         swa_width: Columns of ``swa_indices``. At least 1.
         extra_width: Columns of ``extra_indices``, or max_blocks * extra_block_size of a block
             table; 0 without ``extra_lens``. On a CPU, memory grows with num_tokens times the sum of
@@ -451,9 +451,10 @@ def sparse_mla_decode(
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Splits of the keys of every token; 0 lets the batch or the plan decide. At least
-            0, and 0 with a plan. Our kernels store the partial results of several splits as float16
-            with one scale per 64 heads: values below 2^-14 of the amax of these heads lose bits.
+        num_splits: Number of splits of a token's keys; 0 lets the batch or the plan decide. At
+            least 0, and 0 with a plan. Our kernels store the partial results of several splits as
+            float16 with one scale per 64 heads: values below 2^-14 of the amax of these heads lose
+            bits.
         batch_invariant: Whether to split by the widths alone if num_splits is 0. A token's result
             then has the same bits regardless of the other tokens in the batch. A plan is then
             refused.
@@ -589,7 +590,7 @@ def sparse_mla_decode_paged(
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``: 2 for C128. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Splits of the keys of every token; 0 lets the batch decide.
+        num_splits: Number of splits of a token's keys; 0 lets the batch decide.
         batch_invariant: As for ``sparse_mla_decode``.
         impl: As for ``sparse_mla_decode``.
 
