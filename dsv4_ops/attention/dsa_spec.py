@@ -82,8 +82,8 @@ class DsaSpec(MlaSpec):
 
     @property
     def dense(self) -> MlaSpec:
-        """The spec of steps in which tokens attend to every row, as in caches of at most index_topk
-        tokens."""
+        """The spec for steps whose tokens attend to every row, as they may while requests have at
+        most index_topk tokens."""
         return replace(self, impl=AUTO) if self.impl in LIBRARIES else self
 
     @property

@@ -132,8 +132,8 @@ def attend_absorbed(
 
 
 def absorbed_queries(spec: MlaSpec, q: Tensor, weights: MlaWeights) -> Tensor:
-    """Absorb rotated queries. If each rank has a part of the heads, gather the queries of all
-    heads."""
+    """Project rotated queries into the latent space, by weight absorption. If each rank has a part
+    of the heads, gather the queries of all heads."""
     nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
     absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t, weights.q_scale), spec.ranks
     if ranks is not None and ranks.shards_heads:

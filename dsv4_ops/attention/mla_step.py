@@ -24,8 +24,8 @@ class MlaStep:
 
     Rows of padding tokens have defined values too.
 
-    With the context "absorbed", every token counts as a decode: max_decode_tokens is num_tokens,
-    and the fields from ``counts`` to ``chunk_rows`` are None.
+    With the context "absorbed", every token counts as a decode token: max_decode_tokens is
+    num_tokens, and the fields from ``counts`` to ``chunk_rows`` are None.
 
     Attributes:
         req_indices: Request of the token, [num_tokens], int32; -1 for padding.

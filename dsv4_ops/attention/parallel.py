@@ -100,7 +100,7 @@ class ContextParallel:
 
     @property
     def turn(self) -> int:
-        """Rows in which every rank has one turn."""
+        """Number of consecutive rows in which every rank has one turn."""
         return self.world_size * self.interleave
 
     def rank(self, device: torch.device | str | None = None) -> Tensor:

@@ -69,7 +69,7 @@ def is_faster(op: str, library: str, values: Values) -> bool:
 
 
 def subject(values: Values) -> Tensor:
-    """Return the tensor whose device and sizes are read: ``q``, ``x``, or the first tensor."""
+    """Return the tensor whose device and sizes decide: ``q``, ``x``, or the first tensor."""
     tensors = (each for each in values.values() if isinstance(each, Tensor))
     named: Tensor | None = values.get("q", values.get("x"))
     return next(tensors) if named is None else named

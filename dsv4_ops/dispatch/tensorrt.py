@@ -68,7 +68,7 @@ class _ImportHook:
 
 
 def install_once_imported() -> None:
-    """Install the guard now if torch-tensorrt is imported, otherwise at its import."""
+    """Install the guard now if torch-tensorrt is already imported, otherwise at its import."""
     if "torch_tensorrt" in sys.modules:
         install()
     else:

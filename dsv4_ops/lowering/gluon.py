@@ -49,7 +49,7 @@ def _lower(
 
 
 def _with_alignment(tensor: Any) -> Any:
-    """Return a tensor, or an aligned copy with the same strides."""
+    """Return ``tensor`` if it is aligned, otherwise an aligned copy with the same strides."""
     kernel = _compat.ExternKernel
     tensor = kernel.realize_input(tensor)
     if _aligned(kernel.unwrap_storage_for_input(tensor)):

@@ -35,7 +35,7 @@ def fix_scheduler() -> None:
 
 
 class _NamedInput:
-    """An input of a loop that C++ code refers to by the name of a variable."""
+    """A loop's input, which C++ code names by a variable."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -119,7 +119,7 @@ def insert_c4_step(
         softmax_scale: Factor applied to the weights of all indexer heads, above 0. None means
             128^-0.5 * num_index_heads^-0.5.
         compress_ratio: Tokens per window, 4 in C4. At least 1. Windows overlap, as in C4.
-        state_block_size: Rows per block of both states: 4 for C4. At least 1.
+        state_block_size: Rows per block of ``states`` and ``indexer_states``: 4 for C4. At least 1.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         block_size: Rows per block of ``k_cache`` and ``indexer_cache``: 64 for C4. At least 1.
         save_first: As for ``save_and_compress``, for both compressors.

@@ -562,7 +562,7 @@ def sparse_mla_decode_paged(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> SparseMla:
-    """Attend to the window and to the first compressed rows of a request.
+    """Attend to the window and to all compressed rows that a token may see.
 
     This is ``sparse_mla_decode`` for a C128 layer, which selects no rows: the kernel walks the
     block table. Arguments are as for ``sparse_mla_decode`` unless described here.
