@@ -56,7 +56,7 @@ def row_strides(values: Tensor) -> list[int]:
 
 
 def copied(launch: Launcher, values: Tensor) -> Tensor:
-    """Return ``values``, or a copy if its rows are not aligned to 16 bytes."""
+    """Return ``values``, or a copy of ``values`` if the rows are not aligned to 16 bytes."""
     if values.stride(-1) != 1 or any(stride % _STRIDE_MULTIPLE for stride in row_strides(values)):
         values = values.contiguous()
     return values if launch.is_aligned(values) else values.clone()

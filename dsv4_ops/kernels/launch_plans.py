@@ -33,18 +33,19 @@ _CHANGING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class LaunchPlans:
-    """The plans of this process, by the forms of the calls."""
+    """The plans of this process, keyed by the forms of calls."""
 
     def __init__(self) -> None:
         self.plans: dict[Any, Plan | None] = {}
 
     def run(self, name: str, choose: Choose, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the plan of a call's form. If the form has no plan, run the call and record a plan.
+        """Run the plan of the call's form. If the form has no plan, run the call, and record a plan
+        if the form occurs for the first time.
 
         Args:
             name: The op.
-            choose: Returns the function that runs a call, its arguments, and whether it is a
-                launcher of ours.
+            choose: Returns the function that runs a call, the function's arguments, and whether the
+                function is a launcher of ours.
             args: Arguments of the call.
             kwargs: Keyword arguments of the call.
         """

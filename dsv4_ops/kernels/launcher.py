@@ -58,7 +58,7 @@ class Launcher:
         return capability_of(device)
 
     def target(self, device: torch.device) -> Target:
-        """Return the properties of the GPU that kernels depend on."""
+        """Return the properties of the GPU on which tiles and launches depend."""
         return target_of(self.capability(device))
 
     def converts_codes(self, device: torch.device) -> bool:
@@ -114,7 +114,8 @@ def options_of(kernel: Any, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def dependent(kernel: Any, target: Target) -> dict[str, bool]:
-    """Return the option that starts a kernel early, if the kernel waits for the previous kernel."""
+    """Return the option that starts a kernel before the previous kernel has ended; nothing if the
+    kernel does not wait, or the GPU has no such launches."""
     return {"launch_pdl": True} if target.dependent_launch and waits(kernel) else {}
 
 

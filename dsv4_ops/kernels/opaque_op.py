@@ -39,16 +39,17 @@ def fields(call: Any) -> str:
 
 
 def trailing(op: Any, count: int) -> tuple[None, ...]:
-    """Return None for each argument after the first ``count``; builds differ in these arguments."""
+    """Return a None for each argument of ``op`` after the first ``count``. Builds of a library
+    differ in the number of these arguments."""
     return (None,) * (len(op._schema.arguments) - count)
 
 
 def describe(op: Any, fake: Callable[..., Any]) -> None:
     """Register a fake for a library's op, so that Inductor can call it.
 
-    vLLM's build registers functions for no particular device. torch takes such a function for a
-    composition of ops and traces into it, which fails because the function reads addresses. This
-    function turns off the op's autograd and decomposition, so that a graph keeps the op whole.
+    vLLM's build registers functions for no particular device. Torch takes such a function for a
+    composition of ops and traces into it, which fails because the function reads addresses. So
+    turn off the op's autograd and decomposition, and a graph keeps the op whole.
     """
     if op in _described:
         return
@@ -62,7 +63,7 @@ def describe(op: Any, fake: Callable[..., Any]) -> None:
         fragment, short = _fragments[namespace], op._schema.name.partition("::")[2]
         fragment.impl(short, torch.library.fallthrough_kernel, "Autograd")
         registrar: Any = fragment.m
-        registrar.impl(short, "Meta", fake, False)  # Library.impl refuses fakes of compositions
+        registrar.impl(short, "Meta", fake, False)  # Library.impl refuses a composition's fake
         op.py_impl(DispatchKey.CompositeImplicitAutograd)(lambda *args, **kwargs: NotImplemented)
         for key in _AUTOGRAD:
             op.py_impl(key)(_below_autograd(op))

@@ -87,7 +87,8 @@ def _typed(value: Any) -> Any:
 
 
 class _Jobs:
-    """Replaces a kernel's ``_do_compile``, which Triton calls if a launch finds no binary."""
+    """The jobs of a kernel. A call of this object replaces the kernel's ``_do_compile``, which
+    Triton calls if a launch finds no binary."""
 
     def __init__(self, kernel: Any) -> None:
         self.compile = kernel._do_compile
@@ -178,8 +179,8 @@ def _pickled(value: Any) -> bytes:
 class _Pickler(pickle.Pickler):
     """Pickles a kernel or device function as its name and its key in Triton's cache.
 
-    The worker must use this process's key. Up to Triton 3.8, a key depends on the functions that
-    have keys already, and a worker has other functions.
+    The worker must use this process's key. Up to Triton 3.8, a kernel's key depends on which other
+    functions have keys already, and in a worker these are other functions.
     """
 
     def persistent_id(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Split a batch into decodes and prefills, and find the request and position of every token."""
+"""Split a batch into decodes and prefills, and find the request and position of each token."""
 
 from __future__ import annotations
 

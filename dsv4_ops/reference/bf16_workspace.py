@@ -1,11 +1,12 @@
 """Gather paged FP8 caches into bf16 rows and index lists for a prefill.
 
-GPUs without triton run these functions; they also define the results of the kernels in
+These functions run where Triton is not installed, and define the results of the kernels in
 ``kernels/sparse_mla/bf16_workspace.py``.
 
-For every request, the workspace has space for the compressed rows and then the window rows that its
-block tables hold. Only rows that a token of the call may see are written. The position of a row
-depends on sizes alone; whether the row is written depends on values.
+For every request, the workspace has space for all rows of two block tables: first the compressed
+rows, then the window rows. So the size of the workspace depends on shapes alone. Only rows that a
+token of the call may see are written. Which rows these are, and which window row comes first,
+depends on values.
 """
 
 from __future__ import annotations
@@ -56,25 +57,25 @@ class Prefill(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Maximum entries of a token's list: for its window (at most a request's rows), and for its
-        compressed rows."""
+        """Maximum numbers of entries in a token's list: for window rows, at most the rows of a
+        request; and for compressed rows."""
         swa = sym_min(self.window_size, self.swa.rows)
         return swa, self.extra_rows if self.topk_indices is None else self.topk_indices.shape[1]
 
     def padded(self, multiple: int) -> int:
-        """Return the maximum entries of a token's list, rounded up to a multiple of ``multiple``;
-        at least ``multiple``."""
+        """Return the maximum number of entries in a token's list, rounded up to a multiple of
+        ``multiple``; at least ``multiple``."""
         width = sum(self.widths)
         return sym_max(width + -width % multiple, multiple)
 
 
 class Spans(NamedTuple):
-    """The rows of every request that a token of the call may see. Every field is int32 [num_reqs].
+    """The rows of each request that a token of the call may see. Every field is int32 [num_reqs].
 
     Args:
         ends: Position after the last window row.
-        counts: Number of window rows before ``ends``.
-        compressed: Number of leading compressed rows.
+        counts: Number of window rows, which end at ``ends``.
+        compressed: Number of compressed rows, counted from the first.
     """
 
     ends: Tensor
@@ -123,8 +124,8 @@ def find_spans(call: Prefill) -> Spans:
 
 
 def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tensor]:
-    """List the workspace rows that every token sees, and -1 for absent rows; also return the length
-    of each list, up to its last row."""
+    """For each token, list the workspace rows that it sees, with -1 for absent rows. Also return
+    the length of each list, up to the last row that exists."""
     positions, num_reqs = call.positions[:, None], call.swa.block_table.shape[0]
     real = valid_tokens(call.positions, call.req_indices, num_reqs)[:, None]
     request = torch.where(real, call.req_indices[:, None], 0)
@@ -154,8 +155,8 @@ def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tenso
 
 
 def _rows(source: Source, request: Tensor, place: Tensor, visible: Tensor, first: Tensor) -> Tensor:
-    """Return the positions of visible rows in the workspace; -1 for other rows and for rows on
-    absent blocks."""
+    """Return the workspace positions of visible rows; -1 for other rows and for rows in absent
+    blocks."""
     pages, _ = locate(source.block_table, request, place, visible, source.block_size)
     exists = (pages >= 0) & (pages < source.cache.shape[0])
     return torch.where(exists, first + place, ABSENT)

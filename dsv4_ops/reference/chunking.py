@@ -1,10 +1,12 @@
 """Split prefill requests into chunks that fit the workspace, and find the key rows that every query
 row may see.
 
-The chunk plan is greedy but needs no loop. For a chunk that starts at request i, the first request
-that no longer fits is monotone in i, so a binary search finds it for every i at once. Repeated from
-request 0 by pointer doubling, this map gives the starts of all chunks. A prefix sum and a search
-add the query ranges of requests that need several chunks.
+The chunk plan is greedy but needs no loop. Adjacent requests form groups that fit. If a group fits,
+so does a shorter group with the same start. So a binary search finds the end of the group that
+starts at request i, for every i at once. Pointer doubling applies this map again and again,
+beginning with request 0, and so gives the starts of all groups. A group is one chunk, except for a
+request that is too large. Ranges of such a request's queries are chunks, and a prefix sum and a
+search find them.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def _prefix_sum(values: Tensor) -> Tensor:
 
 
 def _group_stops(rows: Tensor, queries: Tensor, workspace_size: int, max_logits: int) -> Tensor:
-    """Return the end of the group that starts at each request, [P + 1] for P requests; a request
+    """Return the end of the group that starts at each request, [P + 1] for P requests. A request
     that is too large is a group by itself."""
     num_reqs = rows.shape[0] - 1
     start = torch.arange(num_reqs + 1, dtype=torch.int32, device=rows.device)
@@ -87,7 +89,8 @@ def _orbit(successor: Tensor) -> Tensor:
 
 
 def _queries_per_chunk(num_queries: Tensor, num_rows: Tensor, max_logits: int) -> Tensor:
-    """Return the query rows of a chunk that has at most ``max_logits`` logits; at least one row."""
+    """Return how many query rows a chunk may have, so that it has at most ``max_logits`` logits; at
+    least one row."""
     bounded = (max_logits // num_rows.clamp(min=1)).clamp(min=1)
     all_queries = num_queries.clamp(min=1)
     return torch.where(num_rows > 0, torch.minimum(bounded, all_queries), all_queries)

@@ -1,5 +1,5 @@
-"""Bounded table reads and a branch-free search. With adversarial values, reads give "absent" and
-stay in bounds."""
+"""Bounded table reads and a branch-free search. Whatever the values are, reads stay in bounds; a
+read outside of a table gives "absent"."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def buffers_by(make: Callable[[Tensor], Tensor]) -> Iterator[None]:
 def materialized(values: Tensor) -> Tensor:
     """Return ``values``; compiled code stores them in a buffer of their own.
 
-    Without a buffer, a compiler repeats a row's bounds and look-ups for every element of the
+    Without a buffer, a compiler recomputes a row's bounds and look-ups for every element of the
     row."""
     make = _buffers.get()
     return values if make is None else make(values)
@@ -58,7 +58,7 @@ def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: floa
 
 
 def _nowhere(values: Tensor, dims: int) -> bool:
-    """Whether the first ``dims`` dimensions have no valid index.
+    """Whether one of the first ``dims`` dimensions is known to be empty.
 
     Inductor clamps an index to the last valid index, and an empty dimension has none. A size that
     Inductor knows to be 0 is an int, not a symbol."""
@@ -84,7 +84,7 @@ def products_of_heads(rows: Tensor, weights: Tensor) -> Tensor:
     heads, n]."""
     if rows.device.type != "cpu":
         return torch.bmm(rows.transpose(0, 1), weights).transpose(0, 1)
-    # tokens are the last, dense dimension: elsewhere Inductor guards on a single token on a CPU
+    # make tokens the last, dense dimension; otherwise Inductor guards on a single token on a CPU
     columns = dense(rows.permute(1, 2, 0))
     return torch.bmm(weights.transpose(1, 2), columns).permute(2, 0, 1)
 
@@ -116,8 +116,8 @@ def valid_tokens(positions: Tensor, req_indices: Tensor, num_reqs: int) -> Tenso
 
 
 def visible_rows(positions: Tensor, compress_ratio: int) -> Tensor:
-    """Count the compressed rows that a token may see: a row covers ``ratio`` positions and becomes
-    visible with its last position."""
+    """Count the compressed rows that a token may see. A row covers ``compress_ratio`` positions,
+    and tokens see it from its last position on."""
     length = positions.clamp(min=ABSENT, max=INT32_MAX - 1).to(torch.int32) + 1
     return length // compress_ratio
 
@@ -142,7 +142,7 @@ def int32_slots(pages: Tensor, rows: Tensor, block_size: int) -> Tensor:
 
 
 def query_lens(query_start_loc: Tensor) -> Tensor:
-    """Count the query tokens of every request; 0 where ``query_start_loc`` decreases."""
+    """Count the query tokens of each request; 0 where ``query_start_loc`` decreases."""
     return (query_start_loc[1:] - query_start_loc[:-1]).clamp(min=0)
 
 

@@ -46,8 +46,8 @@ def finishing_tokens(
 class _Ends(NamedTuple):
     """The tokens whose windows are computed.
 
-    A traced call computes the windows of all tokens. An eager call on a CPU computes only finished
-    windows, which are one per 4 or 128 tokens."""
+    A traced call computes a window for every token. An eager call on a CPU computes only finished
+    windows, of which there is one per 4 or 128 tokens."""
 
     token: Tensor
     positions: Tensor
@@ -99,7 +99,7 @@ def _window(
         state_block_table, ends.req_indices[:, None], position, in_window & ~near, state_block_size
     )
     stored = (pages >= 0) & (pages < states.shape[0])
-    # the first half of an overlapping window is the previous window, in the left columns
+    # the first half of an overlapping window is the previous window, which has the left columns
     column = torch.where(row < compress_ratio, 0, width - head_dim)[:, None]
     column = column + torch.arange(head_dim, device=positions.device)
     token, pages = materialized(token)[..., None], materialized(pages)[..., None]

@@ -1,4 +1,4 @@
-"""Context parallelism: which rows of a sequence a rank owns, and the rank's part of the
+"""Context parallelism: which rows of a sequence a rank owns, and what the rank contributes to the
 attention."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Verify drafted tokens: find the tokens that the model accepts, and sample the next token.
 
-The sampled token is the first whose prefix sum of weights exceeds a uniform number times the total.
-Weights are integers, so the order of summation does not matter: a token of weight 0 is never
-sampled, and every device samples the same token.
+The sampled token is the first whose prefix sum of weights exceeds a uniform number times the total
+weight. Weights are integers, so sums are exact in any order. Hence a token of weight 0 is never
+sampled, and devices with the same weights sample the same token.
 """
 
 from __future__ import annotations

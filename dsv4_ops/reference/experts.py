@@ -14,7 +14,7 @@ ROWS = 16
 """Rows per GEMM in the eager reference."""
 
 LEAST_SUM = 1e-20
-"""Added to the sum by which routing weights are divided."""
+"""This is added to the sum by which routing weights are divided."""
 
 _DOUBLED = -0x379BCDF0  # 0xC8643210: twice 0 .5 1 1.5 2 3 4 6, four bits each, as an int32
 
@@ -91,7 +91,7 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     stop = (ordered[None] <= experts[:, None]).sum(1, dtype=torch.int32)
     blocks = (stop - start + block_size - 1) // block_size
     last_block = torch.where(experts[None] <= experts[:, None], blocks[None], 0)
-    last_block = last_block.sum(1, dtype=torch.int32)  # exclusive
+    last_block = last_block.sum(1, dtype=torch.int32)  # one past each expert's last block
     capacity = max_expert_blocks(ids.shape[0], num_experts, block_size)
     block = torch.arange(capacity, dtype=torch.int32, device=ids.device)
     owner = (last_block[None] <= block[:, None]).sum(1, dtype=torch.int32)
@@ -161,8 +161,8 @@ def experts_by_row(
 ) -> Tensor:
     """Compute row by row; compilers trace this function instead of ``experts``.
 
-    Compilers fuse the gather, dequantisation and product of every row into loops that store no
-    weights. Run eagerly, this function would copy an expert for every row."""
+    Compilers fuse the gather of a row's weights, the dequantisation and the product into loops that
+    store no weights. Run eagerly, this function would copy an expert's weights for every row."""
     present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
     expert = torch.where(present, topk_ids, 0)
     rows = activation_values(x, None, activations)
@@ -208,8 +208,8 @@ def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def swiglu(hidden: Tensor, limit: float) -> Tensor:
-    """Compute bf16 activations from gate and up, side by side in float32, both clamped by
-    ``limit``."""
+    """Compute bf16 activations from gate and up, which are side by side in float32. Clamp the gate
+    to at most ``limit``, and up to at most ``limit`` in absolute value."""
     gate, up = hidden.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(gate) * up).to(torch.bfloat16)

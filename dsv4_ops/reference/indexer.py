@@ -108,7 +108,8 @@ def indexer_quantize_q(
 
 
 _TOKENS_AT_ONCE = 128
-"""Maximum tokens whose products with all keys are in memory at once, in eager mode on a CPU."""
+"""Maximum number of tokens whose products with all keys are in memory at once, in eager mode on a
+CPU."""
 
 
 def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -130,8 +131,8 @@ def paged_scores(
     num_rows: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores [num_tokens, num_rows] of the first rows of every token's request, and the
-    mask of the rows that exist among the first ``lens``."""
+    """Compute the scores [num_tokens, num_rows] of the first ``num_rows`` rows of each token's
+    request, and the mask of the rows that exist and are among the first ``lens``."""
     if runs_on_cpu(q):
         tensors = (q, weights, k_cache, lens, req_indices, block_table)
         return _scores_by_request(*tensors, block_size, num_rows, layout)
@@ -153,7 +154,7 @@ def _scores_by_request(
     num_rows: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``paged_scores``, but gather a request's keys only once for several of its tokens."""
+    """Compute ``paged_scores``, but gather the keys of a request once for many of its tokens."""
     found = torch.zeros(q.shape[0], num_rows, dtype=torch.float32, device=q.device)
     exists = torch.zeros_like(found, dtype=torch.bool)
     sees = lens > 0
@@ -211,7 +212,7 @@ def indexer_logits_ragged(
 
 
 ABSENT_KEY = -(2**31)
-"""Sort key of a row that is no candidate, below the key of any score."""
+"""Sort key of a row that is no candidate: below the sort key of any score."""
 
 _NAN_KEY = ABSENT_KEY + 1
 _INFINITY = 0x7F800000
@@ -227,13 +228,14 @@ def sortable(scores: Tensor) -> Tensor:
 
 
 def best(keys: Tensor, topk: int, column: Tensor | None = None) -> Tensor:
-    """Return the columns of the ``topk`` largest keys of every row: ascending columns, then -1.
+    """Return the columns of the ``topk`` largest sort keys of every row, sorted by column; unused
+    entries are -1.
 
-    Ties go to the lower column. If ``column`` is not None, it holds the number of each column:
-    int64 below 2**31 - 1, in any order."""
+    Ties go to the lower column. If ``column`` is not None, it holds the number that stands for each
+    column: int64 below 2**31 - 1, in any order."""
     if column is None:
         column = torch.arange(keys.shape[1], device=keys.device)
-    # key and column in one integer, so that there are no ties
+    # sort key and column in one integer, so that there are no ties
     order = (keys.to(torch.int64) << 32) | (INT32_MAX - column)
     order = pad(order, (0, topk), value=torch.iinfo(torch.int64).min)
     chosen = order.topk(topk, dim=1, sorted=False).values

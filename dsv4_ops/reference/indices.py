@@ -1,4 +1,4 @@
-"""References of window, top-k and sparse index building."""
+"""References of the ops that build window indices, top-k indices and sparse indices."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def combine_topk_swa_indices(
     window = torch.where(valid, length.clamp(max=window_size), 0).to(torch.int32)
     gathered = masked_index(gather_lens, valid, [req_indices], 0).to(torch.int64)
     first = masked_index(seq_lens, valid, [req_indices], 0) - gathered
-    # A request's rows of the workspace start at base. Column c of the result holds row base + c +
-    # shift if it is a window row. Bounds are computed per token in 64 bits, so that an entry takes
-    # few 32-bit operations.
+    # A request's rows of the workspace start at base. If column c of the result is for a window
+    # row, it holds row base + c + shift. Bounds are computed per token in 64 bits, so that an entry
+    # takes few 32-bit operations.
     base = torch.where(valid, req_indices, 0).to(torch.int64) * workspace_rows
     fitting = INT32_MAX + 1 - base
     shift = swa_offset + length - window - first - selected
@@ -203,7 +203,8 @@ def _entries(values: Tensor, row: Tensor, mask: Tensor, width: int | None = None
 def _local_slots(
     rows: Tensor, req_indices: Tensor, mask: Tensor, block_table: Tensor, block_size: int
 ) -> Tensor:
-    """Return the slots of request-local rows; -1 if masked, negative, or not in the table."""
+    """Return the slots of request-local rows; -1 for rows that are masked, negative, or not in the
+    table."""
     inside = mask[:, None] & (rows >= 0)
     pages = table_entries(block_table, req_indices[:, None], rows // block_size, inside)
     return int32_slots(pages, rows % block_size, block_size)

@@ -64,7 +64,7 @@ def _gathered(
 def row_bits(
     k_cache: Tensor, pages: Tensor, rows: Tensor, *, block_size: int, layout: str
 ) -> Tensor:
-    """Return the bit patterns [..., width] of the row at (block, row); zeros for absent blocks."""
+    """Return the bit patterns [..., width] of the rows at (block, row); zeros for absent blocks."""
     if layout == "plain":
         return gathered_bits(k_cache, pages, rows)
     main = MainLayout(block_size)
@@ -117,7 +117,7 @@ def gather_k_cache(
 
 
 def page_columns(k_cache: Tensor) -> Columns:
-    """Return the position of a row's values in its block."""
+    """Return where a block of an unquantised cache holds a row's values."""
     _, block_size, width = k_cache.shape
     return Columns(block_size, 0, width, width)
 
@@ -133,5 +133,5 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
 
 
 def gathered_bits(k_cache: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
-    """Return the row at (block, row) as integers [..., width]; zeros for absent blocks."""
+    """Return the rows at (block, row) as integers [..., width]; zeros for absent blocks."""
     return gather_rows(words(k_cache).flatten(1), pages, rows, page_columns(k_cache))

@@ -90,7 +90,7 @@ def fp8_grouped_linear(
     impl: str = "auto",
 ) -> Tensor:
     rows = activation_values(x, x_scale, activations)
-    # tokens are the last, dense dimension: elsewhere Inductor guards on a single token on a CPU
+    # make tokens the last, dense dimension; otherwise Inductor guards on a single token on a CPU
     groups = dense(rows.permute((1, 2, 0) if x_scale is None else (0, 2, 1)))
     num_groups, _, num_tokens = groups.shape
     values = weight_values(weight, scale).unflatten(0, (num_groups, -1))
@@ -99,7 +99,8 @@ def fp8_grouped_linear(
 
 
 def activation_values(x: Tensor, x_scale: Tensor | None, activations: str) -> Tensor:
-    """Return activations as float32, unchanged or quantised in blocks of 128 and dequantised."""
+    """Return activations as float32: either unchanged, or quantised in blocks of 128 and then
+    dequantised."""
     if x_scale is not None:
         codes, scales = x.view(torch.uint8), x_scale
     elif activations == "fp8":

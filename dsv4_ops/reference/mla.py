@@ -49,8 +49,8 @@ def quotient(x: Tensor, divisor: Tensor | float) -> Tensor:
 
 
 def rounded_values(x: Tensor) -> Tensor:
-    """Return ``x`` as float32, after rounding to the dtype of ``x``: a compiler may keep more
-    precision."""
+    """Return ``x`` as float32, rounded to the dtype of ``x``, because a compiler may have kept more
+    precision in ``x``."""
     if x.dtype == torch.bfloat16:
         return (bf16_bits(x) << 16).view(torch.float32)
     return (materialized(x) if x.dtype == torch.float16 else x).to(torch.float32)
@@ -62,13 +62,14 @@ def codes_of(scaled: Tensor) -> Tensor:
 
 
 def per_tensor_codes(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the uint8 codes of ``x`` divided by the scale of its tensor."""
+    """Return the uint8 codes of ``x`` divided by ``scale``, the scale of the whole tensor."""
     values = rounded_values(x)
     return codes_of(values if scale is None else quotient(values, single(scale)))
 
 
 def per_tile_codes(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
-    """Return the uint8 codes of [num_rows, 512], and the bits of a float32 scale per 128 values."""
+    """Return the uint8 codes of ``x`` [num_rows, 512], and the bits of a float32 scale per 128
+    values."""
     tiles = rounded_values(x).unflatten(-1, (-1, MlaDsFp8Layout.quant_block))
     finite = torch.where(tiles.isnan(), 0.0, tiles.abs()).clamp(max=torch.finfo(x.dtype).max)
     scale = quotient(finite.amax(-1, keepdim=True), FP8_MAX)
@@ -123,7 +124,7 @@ def mla_gather_codes(
 
 
 def _bf16_of(stored: Tensor, scale: Tensor | None, layout: str) -> Tensor:
-    """Return the bit patterns of FP8 rows as bf16, rounded once."""
+    """Return FP8 rows as bf16 bit patterns; values are rounded once."""
     values = values_of(stored, torch.uint8, layout)
     if scale is not None:
         values = values * single(scale)
@@ -179,7 +180,7 @@ def quantize_per_tensor(x: Tensor) -> PerTensor:
 
 
 KEYS_AT_A_TIME = 128
-"""Keys of every token in one iteration of a decode."""
+"""Keys of each token in one iteration of a decode."""
 
 
 class Decode(NamedTuple):
@@ -187,15 +188,15 @@ class Decode(NamedTuple):
 
     Args:
         q: Queries, float32.
-        seq_lens: Number of keys of every token.
-        req_indices: Row of ``block_table`` for every token.
-        block_table: Blocks of every request; or, with ``listed``, the slots of every token.
+        seq_lens: Number of keys of each token.
+        req_indices: Row of ``block_table`` for each token.
+        block_table: Blocks of each request; or, with ``listed``, the slots of each token.
         kv_cache: The cache.
-        scale: Scale of q . row.
-        kv_lora_rank: Leading values of a row that form the value.
+        scale: Factor of the product of a query and a row.
+        kv_lora_rank: Number of leading values of a row that are the value vector.
         block_size: Rows per block.
         layout: Tag of the cache's layout.
-        rounded: Dtype to which P is rounded.
+        rounded: Dtype to which P and the output are rounded.
         listed: Whether ``block_table`` lists slots.
     """
 
@@ -240,8 +241,8 @@ def stored_rows(kv_cache: Tensor, pages: Tensor, rows: Tensor) -> tuple[Tensor, 
 
 
 def values_of(stored: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
-    """Convert rows from ``stored_rows`` to float32; ``dtype`` is the dtype of the cache. "mla_fp8"
-    rows are not multiplied by their scale."""
+    """Convert rows from ``stored_rows`` to float32; ``dtype`` is the dtype of the cache. Rows of
+    layout "mla_fp8" are not multiplied by the scale of the cache."""
     if layout == PlainLayout.tag:
         return stored.view(dtype).to(torch.float32)
     if layout == MlaFp8Layout.tag:

@@ -58,7 +58,8 @@ def context_chunks(
 
 
 def local_turn(cp_world_size: int, cp_interleave: int) -> int:
-    """Return the rows of one turn of a rank; with one rank, the interleave does not matter."""
+    """Return the number of adjacent rows that a rank owns at a time. With one rank, the interleave
+    does not matter, so return 1."""
     return cp_interleave if cp_world_size > 1 else 1
 
 
@@ -161,8 +162,8 @@ def visible_keys(
     num_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the key rows [start, stop) that every token sees. ``query`` is the token's index
-    within its request.
+    """Return the key rows [start, stop) that each token sees. ``query`` is the token's index within
+    its request.
 
     Both bounds are 0 for a token of no request."""
     exists = req_indices >= 0

@@ -16,8 +16,8 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _rows(rows: Tensor, mask: Tensor, places: list[Tensor], fill: float) -> Tensor:
-    """Return ``rows[places]`` where ``mask`` is True, else ``fill``. A row may have any number of
-    dimensions."""
+    """Return ``rows[places]`` where ``mask`` is True, else ``fill``. A row ``rows[places]`` may
+    have any number of dimensions."""
     trailing = rows.shape[len(places) :]
     flat = rows.flatten(len(places)) if trailing else rows.unsqueeze(-1)
     column = torch.arange(flat.shape[-1], device=rows.device)

@@ -12,7 +12,7 @@ from dsv4_ops.reference.common import masked_index, materialized, runs_on_cpu, t
 
 
 class Columns(NamedTuple):
-    """The position of a row's values in a block: ``width`` values of row r start at ``first + r *
+    """Where a block holds values of its rows: ``width`` values of row r start at ``first + r *
     stride``."""
 
     block_size: int
@@ -89,8 +89,8 @@ def insert_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: Co
 def insert_parts(
     layout: QuantizedLayout, parts: dict[int, Tensor], cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Insert rows in parts. The keys of ``parts`` are the first byte of each part, counted as in
-    ``row_columns``; the values are the bytes of the part."""
+    """Insert rows in parts. ``parts`` maps the first byte of each part, counted as in
+    ``row_columns``, to the bytes of the part, uint8 [num_tokens, width]."""
     written = cache
     for byte, values in parts.items():
         columns = row_columns(layout, byte, values.shape[1])
@@ -127,9 +127,9 @@ def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Columns) ->
 def locate(
     block_table: Tensor, req_indices: Tensor, positions: Tensor, mask: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the block of int64 ``positions`` of requests, and the row in the block. The block is
-    -1 if the position is masked, negative or past the table, or if the table's entry is
-    negative."""
+    """Return the block of each of the int64 ``positions`` of requests, and the row in the block.
+    The block is -1 if the position is masked, negative or past the table, or if the table's entry
+    is negative."""
     mask = mask & (positions >= 0)
     pages = table_entries(block_table, req_indices, positions // block_size, mask)
     return pages, torch.where(mask, positions % block_size, 0)

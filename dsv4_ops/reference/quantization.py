@@ -1,7 +1,7 @@
 """Quantise to e4m3 codes with power-of-two block scales, on bit patterns.
 
-All results derive from the bits of the bf16 input and not from its float value: a compiler may keep
-more than bf16 precision in a fused intermediate, which it rounds only where code uses the bits.
+All results derive from the bits of the bf16 input, not from its float value. A compiler may keep a
+fused intermediate in more than bf16 precision, and rounds it only where code uses its bits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LARGEST_FINITE = 0x7F7F
 _NAN_CODE = 0x7F
 _EXPONENT = 23
 _UP_TO_SEVEN_QUARTERS = 0x1F
-"""Added to a bf16 pattern, this number carries into the exponent if the significand is above 1.75.
-Because 448 is 1.75 * 2^8, the exponent of this sum, minus 8, is the exponent of amax / 448 rounded
-up to a power of two."""
+"""Added to the bf16 pattern of an amax, this number carries into the exponent if the significand is
+above 1.75. Because 448 is 1.75 * 2^8, the exponent of the sum, minus 8, is the exponent of amax /
+448, rounded up to a power of two."""
 
 
 def bf16_bits(values: Tensor) -> Tensor:
@@ -53,7 +53,8 @@ def quantize(
 
 
 def _amax_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pattern of the largest finite value of every block, and the mask of NaN values."""
+    """Return the pattern of every block's amax, and the mask of NaN values. The amax ignores NaN,
+    and is at most the largest finite bf16."""
     absolute = blocks & _ABSOLUTE
     is_nan = absolute > _INFINITY
     return torch.where(is_nan, 0, absolute).amax(-1, keepdim=True).clamp(
@@ -86,7 +87,7 @@ def saturated_codes(values: Tensor) -> Tensor:
 
 
 def as_e4m3(codes: Tensor) -> Tensor:
-    """Return uint8 codes as a tensor of e4m3 values."""
+    """Return uint8 codes as a tensor of dtype e4m3."""
     if not converts_codes(codes.device):
         codes = materialized(codes)
     return codes.view(torch.float8_e4m3fn)
@@ -106,7 +107,7 @@ def quantize_blocks(
         bits: int32 [..., dim], from ``bf16_bits``.
         quant_block: Values per scale; divides dim.
         pow2: Whether scales are rounded up to powers of two, at least 2^-126.
-        min_amax: Minimum amax of a block.
+        min_amax: A block with a smaller amax is scaled as if it had this amax.
 
     Returns:
         uint8 [..., dim] codes and float32 [..., dim // quant_block] scales. NaN becomes code 0x7F
@@ -153,8 +154,8 @@ def e4m3_values(codes: Tensor) -> Tensor:
 
 
 def float_values(values: Tensor) -> Tensor:
-    """Return float32 values of a tensor that may hold e4m3 values, which compiled code cannot load
-    where ``converts_codes`` is false."""
+    """Return ``values`` as float32. They may be e4m3 values, which compiled code cannot load where
+    ``converts_codes`` is false."""
     if values.dtype == torch.float8_e4m3fn and not converts_codes(values.device):
         return e4m3_values(values.view(torch.uint8))
     return values.to(torch.float32)

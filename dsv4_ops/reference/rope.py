@@ -89,8 +89,8 @@ def inverse_rope_group_quantize(
 
 
 NAN_BITS = 0x7FC0
-"""The bits that the cache stores for every NaN from the rotation, so that results are the same
-everywhere."""
+"""The bits that the cache stores for every NaN from the rotation, so that all devices store the
+same bits."""
 
 
 def _normed(q: Tensor, eps: float) -> Tensor:

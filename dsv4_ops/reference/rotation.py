@@ -33,8 +33,8 @@ def rotate_values(
     ``rope_first``, the first rope_dim values.
 
     Rows whose position is not in the table stay unchanged. The code has no strided halves and no
-    concatenation, so that the rotation compiles to one loop. The sign of a pair's second product is
-    applied to the sine, which changes no bit.
+    concatenation, so that the rotation compiles to one loop. The sign of a product with the sine is
+    applied to the sine, which changes no bit of the product.
     """
     dim, half = values.shape[-1], cos_sin_cache.shape[1] // 2
     first = 0 if rope_first else dim - 2 * half

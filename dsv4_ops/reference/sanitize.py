@@ -1,6 +1,6 @@
 """Sanitize the index lists that FlashMLA and DeepGEMM do not check.
 
-GPUs without triton run these functions; they also define the results of the kernels in
+These functions run where Triton is not installed, and define the results of the kernels in
 ``kernels/external/sanitize.py``."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dsv4_ops.reference.common import int32_slots
 from dsv4_ops.reference.pages import locate
 
 _LARGEST_SINK = 1e30
-"""Replaces an infinite sink: FlashMLA's lse of a token without keys is inf, and inf - inf is
-NaN."""
+"""This replaces a sink of inf, because FlashMLA's lse of a token without keys is inf, and inf - inf
+is NaN."""
 
 
 class Listed(NamedTuple):
@@ -26,10 +26,10 @@ class Listed(NamedTuple):
 
     Args:
         indices: Slots [num_tokens, width], or blocks [num_reqs, max_blocks].
-        lens: Valid rows per token, [num_tokens].
+        lens: Number of valid rows per token, [num_tokens].
         num_blocks: Blocks of the cache.
         block_size: Rows per block.
-        req_indices: Request of every token, if ``indices`` are blocks.
+        req_indices: Request of each token, if ``indices`` are blocks.
     """
 
     indices: Tensor
@@ -56,8 +56,8 @@ class Prepared(NamedTuple):
 def list_slots(
     window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
 ) -> Prepared:
-    """Pad both lists to a ``multiple`` of columns, clamp the lengths to the widths, and make the
-    sink finite or -inf."""
+    """Pad both lists to a ``multiple`` of columns, clamp each length to its list's width, and
+    replace a sink of inf."""
     finite = finite_sink(sink)
     slots, lens = _listed(window, multiple)
     if extra is None:
@@ -92,7 +92,7 @@ def no_key(lse: Tensor) -> Tensor:
 def list_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the blocks of every token, with 0 for absent blocks, and the token's number of valid
+    """Return the blocks of each token, with 0 for absent blocks, and the token's number of valid
     rows."""
     real = (req_indices >= 0) & (req_indices < block_table.shape[0])
     pages = block_table[torch.where(real, req_indices, 0)]
@@ -103,8 +103,8 @@ def list_pages(
 def compact_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Compact the existing blocks of every token, for libraries that cannot skip a block; also
-    return the number of rows on these blocks.
+    """Return the existing blocks of each token without gaps, for libraries that cannot skip a
+    block; also return the number of rows in these blocks.
 
     The result is padded with block 0 and has at least one column. The last block, the only one that
     may be partly full, stays last."""
@@ -129,7 +129,7 @@ def fill_absent(
     num_blocks: int,
     block_size: int,
 ) -> Tensor:
-    """Set the logits of invalid rows, and of rows on absent blocks, to -inf."""
+    """Set the logits of rows past the first ``counted``, and of rows in absent blocks, to -inf."""
     row = torch.arange(logits.shape[1], device=logits.device)
     in_count = row < counted[:, None]
     pages, _ = locate(block_table, req_indices[:, None], row, in_count, block_size)

@@ -41,7 +41,8 @@ def sparse_mla_plan(
 def splits(
     swa_lens: Tensor, extra_lens: Tensor | None, programs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the tokens: tokens with several splits first, then the others by decreasing length.
+    """Order the tokens: tokens with several splits first, then the others, by classes of decreasing
+    length.
 
     Returns:
         Three int32 tensors: the tokens in that order, the number of splits of each token, and the
@@ -69,7 +70,7 @@ def _split_size(tiles: Tensor, programs: int) -> Tensor:
     a fixed share of all programs if this share is larger. The expected time is the time to combine
     plus the larger of two times: the time of one split, and a program's share of all splits with
     their start-up costs. Ties go to the smallest size. No token is split if the longest token
-    exceeds the mean load by less than the cost of a combine."""
+    exceeds the mean load by less than the cost of a combine plus one tile."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)
     longest = pad(tiles, (0, 1)).amax().clamp(min=1)
@@ -92,8 +93,8 @@ def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor
     """Lay out the plan: the first splits of tokens with several splits, the extra splits of these
     tokens, the other tokens, then rows of -1.
 
-    For every extra split, ``places`` holds the token's position in ``order``, and ``index`` numbers
-    the extra splits of a token."""
+    For every extra split, ``places`` holds the position of its token in ``order``, and ``index``
+    holds its index among the extra splits of the token."""
     num_tokens = counts.shape[0]
     place = torch.arange(num_tokens, dtype=torch.int32, device=counts.device)
     places = torch.cat([place, places])
@@ -124,8 +125,8 @@ def flash_mla_metadata(
     """Number the work of all tokens consecutively. A token takes one place per block, then places
     for its overhead.
 
-    A place therefore determines a token and a block. The place at which a part starts determines
-    the place at which it ends, where the next part starts."""
+    So a place determines a token and a block. The place at which a part starts determines the place
+    at which the part ends, and the next part starts there."""
     num_tokens = swa_lens.shape[0]
     blocks = _blocks(swa_lens, swa_width).clamp(min=1)
     most = _blocks_of(swa_width)
@@ -136,7 +137,7 @@ def flash_mla_metadata(
     last = first[-1]
     payload = (last + num_sm_parts - 1) // num_sm_parts + PART_OVERHEAD
     place = torch.arange(num_tokens * (most + PART_OVERHEAD) + 1, device=first.device)
-    # for each place, the last place up to it at which a token starts
+    # for each place, the latest start of a token at or before this place
     floor = torch.zeros_like(place).index_copy(0, first, first).cummax(0).values
     reached = (place + payload).clamp(max=last)
     after = torch.maximum(reached - PART_OVERHEAD, floor.index_select(0, reached))
@@ -151,7 +152,7 @@ def flash_mla_metadata(
     whole = first.index_select(0, (stop + 1).clamp(max=num_tokens)) - first.index_select(0, stop)
     whole = (whole - PART_OVERHEAD).clamp(min=0)
     end_block = torch.where(block[1:] > 0, block[1:], whole)
-    # for each part, the parts up to it that begin inside the same token
+    # for each part, this part and earlier parts that begin inside the same token
     inside = (begin > first.index_select(0, begin_token)[:, None]) & (begin <= begin[:, None])
     splits = torch.where(begin_block > 0, inside.sum(1), 0)
     cut_before, cut_behind = begin_block > 0, end_block != whole
@@ -179,7 +180,7 @@ def _blocks(lens: Tensor, width: int) -> Tensor:
 
 
 def _blocks_of(width: int) -> int:
-    """Return the maximum blocks of a list of ``width`` columns, at least one."""
+    """Return the maximum number of blocks of a list of ``width`` columns, at least one."""
     return sym_max((width + KEY_TILE - 1) // KEY_TILE, 1)
 
 
@@ -194,8 +195,8 @@ def _iterate(after: Tensor, count: int) -> Tensor:
 
 
 def listed(indices: Tensor, lens: Tensor) -> Tensor:
-    """Flag the entries of ``indices`` that are among the first ``lens`` of their row and not
-    negative."""
+    """Flag the entries of ``indices`` that are not negative and among the first ``lens`` entries of
+    their row."""
     column = torch.arange(indices.shape[1], device=indices.device)
     return (column < lens[:, None]) & (indices >= 0)
 
@@ -225,7 +226,7 @@ class KeyCache(NamedTuple):
     def of_requests(
         self, req_indices: Tensor, block_table: Tensor, positions: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys at ``positions`` of every token's request, and the mask of keys that
+        """Return the keys at ``positions`` of each token's request, and the mask of keys that
         exist and are not masked."""
         request = req_indices[:, None]
         pages, rows = locate(block_table, request, positions, mask, self.block_size)
@@ -239,7 +240,7 @@ class KeyCache(NamedTuple):
 def paged_keys(
     cache: KeyCache, lens: Tensor, req_indices: Tensor, block_table: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys of the first ``lens`` rows of every token's request, and the mask of existing
+    """Return the keys of the first ``lens`` rows of each token's request, and the mask of existing
     keys."""
     row = torch.arange(cache.num_rows(block_table), device=lens.device)
     return cache.of_requests(req_indices, block_table, row, row < lens[:, None])
@@ -372,7 +373,7 @@ def sparse_mla_gathered(
 def window_keys(
     cache: KeyCache, positions: Tensor, req_indices: Tensor, block_table: Tensor, window_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys [num_tokens, window_size, head_dim] of every token's window, and the mask of
+    """Return the keys [num_tokens, window_size, head_dim] of each token's window, and the mask of
     existing keys."""
     back = torch.arange(1 - window_size, 1, device=positions.device)
     mask = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
@@ -388,8 +389,8 @@ def compressed_keys(
     block_table: Tensor,
     compress_ratio: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys of the selected rows, or of the whole block table, and the mask of keys that
-    a token sees."""
+    """Return the keys of the selected rows, or of all rows of the block table if ``topk_indices``
+    is None, and the mask of keys that a token sees."""
     if topk_indices is None:
         row = torch.arange(cache.num_rows(block_table), device=positions.device)[None, :]
     else:

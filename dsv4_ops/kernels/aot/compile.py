@@ -25,7 +25,7 @@ _TYPES = {
 
 
 class Argument(NamedTuple):
-    """Properties of an argument for which a kernel is compiled.
+    """Properties of an argument that a compiled kernel relies on.
 
     Args:
         type: The argument's type in Triton's signature.
@@ -37,13 +37,14 @@ class Argument(NamedTuple):
 
     @classmethod
     def tensor(cls, dtype: torch.dtype, aligned: bool = True) -> Argument:
-        """Return the properties of an address."""
+        """Return the properties of a tensor; ``aligned``: whether its address is a multiple of
+        16 bytes."""
         return cls(_TYPES[dtype], aligned)
 
     @classmethod
     def number(cls, value: float) -> Argument:
-        """Return the type and the divisibility of a number that stays a parameter of the kernel, as
-        in Triton's own launches. Inductor passes floats as float64."""
+        """Return the properties of a number that stays a parameter of the kernel. An integer has
+        the type of Triton's own launches; a float is float64, because Inductor passes float64."""
         if isinstance(value, float):
             return cls("fp64")
         return cls("i64" if value >= 2**31 else "i32", value % _MULTIPLE == 0)

@@ -36,21 +36,23 @@ KERNELS = {
         hopper_split_keys_kernel,
     )
 }
-"""The Gluon kernels, by the name that a launch has in a graph."""
+"""The Gluon kernels, keyed by the name that a launch has in a graph."""
 
 ALIGNED = {
     "hopper_gathered_keys_kernel": ("q", "kv"),
     "hopper_mla_decode_kernel": ("q", "kv_cache"),
 }
-"""Parameters whose addresses must be multiples of 16, by kernel. In a package the lowering copies
-misaligned tensors, because Inductor drops a ``clone`` that changes only the address."""
+"""Parameters whose addresses must be multiples of 16, keyed by the name of the kernel. In a package
+the lowering copies misaligned tensors, because Inductor drops a ``clone`` that changes only the
+address."""
 
 
 class Rest(NamedTuple):
-    """Arguments of a launch, except tensors and numbers that may be symbolic.
+    """The constants of a launch, and the order of its tensors and numbers.
 
     Args:
-        order: For each argument, the list that holds it, and its index in that list.
+        order: For each positional argument, the list that holds it (``written``, ``read`` or
+            ``numbers``), and its index in that list.
         options: Keyword arguments: constants of the kernel, and ``num_warps``.
     """
 
@@ -59,7 +61,7 @@ class Rest(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Rest:
-        """Parse the result of ``json.dumps``."""
+        """Parse a ``Rest`` that ``json.dumps`` wrote."""
         order, options = json.loads(text)
         return cls([(kind, index) for kind, index in order], options)
 

@@ -1,7 +1,8 @@
 """Write everything that a C4 layer writes before it selects rows, in one launch instead of four.
 
-The four parts are independent. A part takes about as long as its longest chain of dependent loads,
-so the parts overlap well.
+The four parts are independent: compress for the main cache, compress for the indexer's cache,
+normalise queries and insert window rows, and quantise the indexer's queries. A part mostly waits
+for its longest chain of dependent loads, so the parts overlap well.
 """
 
 import triton
@@ -10,7 +11,9 @@ import triton.language as tl
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES_BUT_TOKENS
 from dsv4_ops.kernels.compressor.pool_short import compress_and_insert
-from dsv4_ops.kernels.indexer.quantize_q import quantize_queries  # Inductor copies functions only
+from dsv4_ops.kernels.indexer.quantize_q import (  # by name: Inductor copies no modules
+    quantize_queries,
+)
 from dsv4_ops.kernels.rope.qnorm_rope_insert import normalise_and_insert
 
 

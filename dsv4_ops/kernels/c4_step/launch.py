@@ -25,12 +25,12 @@ WARPS = 4
 """Warps per program: enough for the main compressor's channels."""
 
 HEADS = 16
-"""Number of heads of a token per program that normalises queries. The compressors need so many
-registers that few programs fit on an SM, so each program must load many values at once."""
+"""A program that normalises queries takes this many heads of one token. The compressors need so
+many registers that few programs fit on an SM, so each program must load many values at once."""
 
 
 class _Compressor(NamedTuple):
-    """A compressor's tensors and sizes, constants, and number of programs."""
+    """A compressor's arguments (tensors and sizes), constants, and number of programs."""
 
     tensors: tuple[Any, ...]
     constants: dict[str, tuple[Any, ...]]
@@ -48,7 +48,8 @@ def _compressor(
     states: Tensor,
     k_cache: Tensor,
 ) -> _Compressor:
-    """Return the kernel's arguments for the compressor whose names begin with ``prefix``."""
+    """Return what the kernel needs for one compressor. The names of its constants begin with
+    ``prefix``."""
     width = int(ape.shape[1])
     state_tensors = compressor.state_arguments(kv_score, ape, states)
     tensors = (*state_tensors, norm_weight.contiguous(), *compressor.static_pages(k_cache))

@@ -3,8 +3,8 @@
 The parameters of a kernel are flat, because launches and Inductor's analysis need single arguments.
 Device functions take groups of arguments as tuples, which have the same entries everywhere:
 
-- ``cache``: a paged cache, its block stride, its number of blocks and, if its rows are plain, its
-  row stride;
+- ``cache``: a paged cache, its block stride, its number of blocks and, if its rows are plain (not
+  quantised), its row stride;
 - ``table``: a block table, its request stride, its column stride and its number of columns;
 - ``slots``: a slot mapping, its stride and its length;
 - ``requests``: positions, their stride, request indices, their stride and the number of requests;
@@ -15,8 +15,8 @@ Device functions take groups of arguments as tuples, which have the same entries
   of ``fp8.py``;
 - ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see their ``pooling.py``.
 
-In launches, only groups of constants are tuples, because neither a launch nor Inductor's analysis
-reads constants.
+In a launch, a group of constants may be a tuple, because neither the launch nor Inductor's analysis
+looks into constants.
 
 A function unpacks its groups into names in its first lines. If a function takes a group with fewer
 entries, its docstring says which entries.

@@ -1,5 +1,5 @@
-"""Gather rows of FP8 caches as bf16: the rows of a ragged batch into a workspace, or all rows of a
-dense result."""
+"""Gather rows of FP8 caches as bf16: either into a workspace, of which only the gathered rows are
+written, or into a dense result, of which all rows are written."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, paged, row_format, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import dequantize  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import dequantize  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
@@ -30,8 +30,8 @@ def _copy_rows(
     target, dim_stride, mask, cache, page, row, row_valid,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Dequantise cache rows and store them at the int16 pointers ``target`` where ``mask`` is set.
-    Store zeros for rows that are not valid."""
+    """Dequantise cache rows, and store those that ``mask`` selects at the int16 pointers
+    ``target``. Store zeros for rows that are not valid."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
@@ -72,7 +72,7 @@ def gather_ragged_kernel(
     """Gather the last ``gather_lens`` rows of each request, at most ``capacity``, into the rows of
     the request in a workspace.
 
-    Tiles of ROWS rows are numbered through all requests, and programs take them round-robin. So
+    The tiles of ROWS rows of all requests are numbered, and programs take them round-robin. So
     programs share the work evenly in any batch, and the work depends on the gathered rows, not on
     the capacity. WHOLE: all rows of each request are gathered, so the index of a row is its
     position.

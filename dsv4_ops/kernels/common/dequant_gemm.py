@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.core.layout import FP4_BLOCK, round_up
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     decode_to_bf16,
     multiply_add,
 )
@@ -23,8 +23,9 @@ STEP_BYTES = 128
 """Bytes of a row per step. A step loads 64 bytes twice."""
 
 FP4_UNIT = tl.constexpr(2.0**8)
-"""FP4 products are computed too small by this factor, so that the bf16 factors of scales up to 2^9
-are finite. Only sums below 2^-141 are lost, and bf16 cannot represent such sums."""
+"""FP4 weights are divided by this, and the sums are multiplied by it, so that the bf16 factors of
+scales up to 2^9 are finite. Only sums below 2^-141 are lost, and bf16 cannot represent such
+sums."""
 
 _FP4_FIELD = tl.constexpr(118)
 """The exponent field of a factor is the scale byte plus this. A bf16 with an e2m1 code in its
@@ -121,14 +122,15 @@ def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _fp4_pair(words, MASK: tl.constexpr, CODE: tl.constexpr, SIGN: tl.constexpr):
-    """Shift two codes that are 16 bits apart to their bits of a bf16. One multiplication does both
-    shifts, and saves two of four integer operations. Integer operations bound the loop."""
+    """Shift two codes that are 16 bits apart to the bits that they have in two bf16. One
+    multiplication shifts both the code and its sign, and saves two of four integer operations.
+    Integer operations bound the loop."""
     return (words & MASK) * (2**CODE + 2**SIGN) & _FP4_BITS
 
 
 @triton.jit
 def _fp8_pair(words, LEFT: tl.constexpr, SIGN: tl.constexpr):
-    """Shift two FP8 codes that are 16 bits apart to their bits of a bf16."""
+    """Shift two FP8 codes that are 16 bits apart to the bits that they have in two bf16."""
     shifted = words << LEFT if LEFT >= 0 else words >> -LEFT
     return (shifted & _FP8_CODES) | ((words << SIGN) & _SIGNS)
 
@@ -155,7 +157,7 @@ def _scaled(pair, factor):
 
 @triton.jit
 def _tile(words, factor, FP4: tl.constexpr, FIRST: tl.constexpr, WARPS: tl.constexpr):
-    """Return bf16 [rows, 64] in tile order, from two pairs of codes of each word."""
+    """Return bf16 [rows, 64] in the order of ``tile_rows``, from four codes of each word."""
     ROWS: tl.constexpr = words.shape[0]
     if FP4:
         words = words >> (8 * FIRST)
@@ -206,8 +208,8 @@ def load_words(weight, step, half, MASKED: tl.constexpr):
 @triton.jit
 def _add_fp4(acc, words, scale_word, x, mask, WARPS: tl.constexpr):
     """Add the products of 16 words of each row with 128 columns of ``x``. The four scales of the
-    words are the bytes of ``scale_word``. For more than 16 tokens, the product has two parts, which
-    need fewer registers but wait twice."""
+    words are the bytes of ``scale_word``. For more than 16 tokens, the product is computed in two
+    halves, which need fewer registers, but wait for the matrix unit twice."""
     block = tl.arange(0, 16)[None, :] // 4
     factor = _fp4_factor((scale_word >> (8 * block)) & 255)
     left, right = _tile(words, factor, True, 0, WARPS), _tile(words, factor, True, 1, WARPS)

@@ -1,9 +1,10 @@
 """Products of FP4 weights and FP8 activations on FP8 matrix units: an e2m1 code and its block scale
 become one e4m3 code.
 
-Codes are relative to a base scale of the row. The product of an e2m1 value and its relative scale
-is exact in e4m3 if the scale is 2^-7 to 2^4 times the maximum scale of the row's first 256 columns.
-If a row has other scales, a slower function multiplies one block of scales at a time.
+The e4m3 codes are relative to a base scale of the row. The product of an e2m1 value and its
+relative scale is exact in e4m3 if the scale is 2^-7 to 2^4 times the maximum scale of the row's
+first 256 columns. If a row has other scales, a slower function, ``multiply_fp4_codes_by_blocks``,
+multiplies the columns of one block scale at a time.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import round_up
 from dsv4_ops.kernels.common.dequant_gemm import load_words, scale_values, step_size
-from dsv4_ops.kernels.common.fp8 import multiply_codes  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import multiply_codes  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _REACH = tl.constexpr(11)
@@ -168,9 +169,9 @@ def multiply_fp4_codes_by_blocks(
     weight, scale, x, x_scale, steps,
     ROWS: tl.constexpr, WARPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``multiply_fp4_codes`` for any scales, with one product per block of scales.
-    ``x_scale``: the address of each row's scales, bf16 as int16, and their stride between blocks
-    of K."""
+    """Compute ``multiply_fp4_codes`` for any scales, with one product for the columns of each block
+    scale. ``x_scale``: the address of each row's scales, bf16 as int16, and their stride between
+    blocks of K."""
     rows, mask = x
     row_scales, scale_stride = x_scale
     first, stop = steps
@@ -206,8 +207,8 @@ def multiply_fp4_codes(
     rows in the order of ``tile_rows``.
 
     The scales of a row must be near the scales of its first step. A scale out of reach makes the
-    row's sums NaN, as does NaN in the activations. ``multiply_fp4_codes_by_blocks`` must then
-    compute the product again.
+    row's sums NaN, as NaN in the activations does. If a sum is NaN,
+    ``multiply_fp4_codes_by_blocks`` must compute the product again.
 
     Args:
         weight, scale: As in ``multiply_fp4``.

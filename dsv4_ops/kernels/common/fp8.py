@@ -1,9 +1,9 @@
 """Device functions for e4m3 codes with power-of-two block scales, as in
 ``reference/quantization.py``.
 
-CONVERTS says whether Triton converts e4m3 codes (``Launcher.converts_codes``). If not, kernels
-compute the same bytes with integers. Kernels also use integers in Triton's interpreter, which
-rounds wrongly.
+CONVERTS says whether Triton converts e4m3 codes (``Launcher.converts_codes``). If it does not,
+kernels compute the same bytes with integer operations. Kernels also use integer operations in
+Triton's interpreter, whose conversion rounds wrongly.
 """
 
 import torch
@@ -22,18 +22,18 @@ _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 @triton.jit
 def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
-    """Return uint8 codes and int32 scale bytes of bf16 values in float32. The values along the last
-    dimension share a scale.
+    """Return uint8 codes and int32 scale bytes of bf16 values that were converted to float32. The
+    values along the last dimension share a scale.
 
-    A scale is at least MIN_SCALE; the default is the minimum of the caches. Instructions bound the
-    calling kernels as much as memory does, so NaN and infinity are left to ``encode``, which
-    saturates and returns 0x7F for NaN.
+    A scale is at least MIN_SCALE; the default is the minimum scale of the caches. Instructions
+    bound the calling kernels as much as memory does, so NaN and infinity are left to ``encode``,
+    which saturates and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
     if EMULATE:  # max(x, NaN) is x on the GPU, but NaN in the interpreter
         magnitudes = tl.where(magnitudes != magnitudes, 0.0, magnitudes)
     amax = tl.max(magnitudes, axis=-1)
-    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN if all values are NaN
+    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # all values may be NaN
     # ceil(log2(amax / 448)): the exponent minus 8, plus 1 if the significand is above 1.75
     patterns = amax.to(tl.int32, bitcast=True)
     min_scale: tl.constexpr = _SCALE_FLOOR if MIN_SCALE is None else MIN_SCALE
@@ -138,8 +138,8 @@ def _decode(codes):
 @triton.jit
 def decode_scaled(codes, factor):
     """Return the bf16 products of uint8 codes and bf16 powers of two. The function computes two
-    products at a time, with a third of the instructions of ``decode``. Attention is bound by
-    instructions."""
+    products at a time, with a third of the instructions of ``decode``, because instructions bound
+    attention."""
     if EMULATE:
         return (_decode(codes) * widen(factor)).to(tl.bfloat16)
     # per pair: move the codes to the upper bytes; fill the halves of NaN codes with ones; insert

@@ -1,8 +1,8 @@
 """Addresses in paged caches: the page and the row of a slot or of a position.
 
-Torch counts a tensor as written if its pointer reaches a store through the result of a function. A
-function that stores at slots therefore loads the slots itself, or takes values that a kernel has
-loaded, and passes them to ``locate_slots``.
+Torch counts a tensor as written if a function returns values that it loaded from the tensor, and
+these values decide the address of a store. A function that stores at slots therefore loads the
+slots itself, or takes slots that a kernel has loaded, and passes them to ``locate_slots``.
 """
 
 import triton
@@ -22,7 +22,7 @@ def valid_tokens(position, request, num_reqs):
 @triton.jit
 def locate_slots(slot, num_blocks, block_size):
     """Return the int64 page and row of each slot, and which slots exist."""
-    slot = slot.to(tl.uint64)  # negative slots become the largest: one comparison is enough
+    slot = slot.to(tl.uint64)  # negative slots become huge, so one comparison is enough
     size = tl.full((), block_size, tl.uint64)
     page, row = slot // size, slot % size
     valid = page < num_blocks

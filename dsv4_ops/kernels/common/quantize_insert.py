@@ -8,7 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.arguments import row_format, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import quantize  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
@@ -93,7 +93,8 @@ def insert(
     block_size: int,
     layout: str,
 ) -> None:
-    """Run the insert ``op`` into a cache of layout ``kind``, with ``tokens`` tokens per program."""
+    """Run ``op``, which inserts rows into a cache of layout ``kind``, with ``tokens`` tokens per
+    program."""
     quantized = kind(block_size)
     Checks(op).page_start("k_cache", k_cache, quantized)
     num_tokens = slot_mapping.shape[0]

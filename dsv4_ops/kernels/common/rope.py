@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.fp8 import (
-    round_to_bf16,  # Inductor copies functions only
+    round_to_bf16,  # by name: Inductor copies no modules
 )
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 

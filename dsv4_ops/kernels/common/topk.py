@@ -1,10 +1,11 @@
-"""Map scores to integers of the same order, and find the threshold of the largest scores."""
+"""Map scores to sort keys, which are integers of the same order, and find the threshold of the
+largest scores."""
 
 import triton
 import triton.language as tl
 
 ABSENT_KEY = tl.constexpr(-(2**31))
-"""Key of a row that does not exist: below the key of any score."""
+"""Sort key of a row that does not exist: below the sort key of any score."""
 
 _NAN_KEY = tl.constexpr(-(2**31) + 1)
 _SIGN = tl.constexpr(-(2**31))
@@ -16,8 +17,8 @@ _OCTAVES = tl.constexpr(2**25)
 
 @triton.jit
 def sortable(score):
-    """Return int32 keys in the order of float32 scores: -0 equals 0, and NaN is below every
-    number."""
+    """Return int32 sort keys, whose order is that of the float32 scores: -0 equals 0, and NaN is
+    below every number."""
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ _MAGNITUDE, bits)
     key = tl.where(bits == _SIGN, 0, key)
@@ -26,15 +27,15 @@ def sortable(score):
 
 @triton.jit
 def find_threshold(key, low, count_low, topk, max_selected):
-    """Return a threshold and the number of keys above it.
+    """Return a threshold, and the number of sort keys above it.
 
-    If possible, ``topk`` to ``max_selected`` keys are above the threshold. Otherwise fewer than
-    ``topk`` keys are above the threshold, and keys equal to the threshold make up the rest. The
-    caller knows a key ``low`` such that ``count_low`` keys, more than ``max_selected``, are at
-    least ``low``. Each step has two candidates for a new bound. For each candidate, the step counts
-    the keys that are at least as large, with one reduction for both candidates. The first
-    candidates are a few octaves below the maximum, where most scores are, because bisecting all
-    floats takes longer.
+    If possible, ``topk`` to ``max_selected`` sort keys are above the threshold. Otherwise fewer
+    than ``topk`` are above the threshold, and sort keys equal to the threshold make up the rest.
+    The caller knows a sort key ``low`` such that ``count_low`` sort keys are at least ``low``, and
+    ``count_low`` exceeds ``max_selected``. Each step has two candidates for a new bound. For each
+    candidate, the step counts the sort keys that are at least as large, with one reduction for both
+    candidates. The first candidates are a few octaves below the maximum, where most scores are,
+    because bisecting all floats takes longer.
     """
     high = tl.max(key, axis=0) + 1
     count_high = 0

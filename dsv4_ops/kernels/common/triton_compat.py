@@ -46,7 +46,8 @@ __all__ = [
 
 FUSION = {"enable_fp_fusion": True}
 """Option of every kernel: ``a * b + c`` may become one FMA. This is the default up to Triton 3.9,
-which warns that 3.10 changes it. Our bits and figures were measured with this option."""
+which warns that 3.10 changes it. Our published times were measured with this option, and the bits
+of results depend on it."""
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, under TRITON_INTERPRET=1 (3.6 to 3.9)."""
@@ -143,11 +144,12 @@ _NAMING = threading.Lock()
 
 
 def name_alike(kernel: Any) -> Any:
-    """Give a kernel the key that it has in other processes, and return the kernel. The name of a
-    file in Triton's cache depends on the key.
+    """Give a kernel the cache key that it has in other processes, and return the kernel. The name
+    of a file in Triton's cache depends on the cache key.
 
-    Up to Triton 3.8, a key lacks the constants of called functions that have no key yet, so it
-    depends on the kernels that ran before. Keys of called functions must come first, as in 3.9.
+    Up to Triton 3.8, a kernel's cache key lacks the constants of called functions that have no
+    cache key yet. So the cache key would depend on the kernels that ran before. This function
+    computes the cache keys of called functions first, as 3.9 does.
     ``DependenciesFinder._update_hash``: 3.6 to 3.9.
     """
     if version() >= (3, 9) or getattr(kernel, "hash", "") is not None:

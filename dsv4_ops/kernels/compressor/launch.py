@@ -23,15 +23,16 @@ VALUES = 4
 """Maximum consecutive channels per thread: 16 bytes."""
 
 DEPTH, LONG_DEPTH = 8, 16
-"""Maximum rows that a thread reads at a time: of a short window, and of a long window. C4 windows
-have 8 rows."""
+"""Maximum number of rows that a thread reads at a time, of a short window and of a long window. C4
+windows have 8 rows."""
 
 CHANNELS = 64
 """Channels of a long window per program."""
 
 SHORT_WARPS, LONG_WARPS, INSERT_WARPS = 1, 2, 4
-"""Warps per program: few, because each warp repeats the work per row. A short window with many
-channels has more warps, as many as its channels fill."""
+"""Warps per program that compresses short windows, pools long windows, or inserts pooled rows: few,
+because each warp repeats the work per row. If a short window has many channels, a program has as
+many warps as the channels fill."""
 
 MAX_WARPS = 16
 
@@ -52,8 +53,9 @@ SHORT_TOKENS_SAVING, CHANNELS_SAVING, LONG_WARPS_SAVING = 8, 32, 1
 """Values of ``SHORT_TOKENS``, ``CHANNELS`` and ``LONG_WARPS`` in launches that also save states."""
 
 MIXED_WARPS = 4
-"""If programs have at least this many warps, scanning programs do not all run at once, and programs
-that save states are interleaved with them. With fewer warps, programs that save come last."""
+"""If programs have at least this many warps, the programs that scan for completed windows do not
+all run at once, and programs that save states are interleaved with them. With fewer warps, the
+programs that save states come last."""
 
 SAVED_EARLY = 7
 """The kernel that pools long windows saves the states of this many eighths of the tokens. The
@@ -63,11 +65,13 @@ SHORT_SPACING, LONG_SPACING = 0, 2
 """Spacing of scanning programs if other programs save states: see ``assign_role``."""
 
 SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
-"""Minimum number of scanning programs, unless there are fewer tokens. The numbers are odd."""
+"""Minimum number of scanning programs, unless there are fewer tokens. The numbers are odd:
+``scanning_programs`` says why."""
 
 FEW_TOKENS = 2176
-"""For every 128 tokens below this number, 2 more programs scan for long windows. In a decode, every
-token may complete a window; in a prefill, only one token in ``compress_ratio`` does."""
+"""For every 128 tokens that a batch has fewer than this, 2 more programs scan for long windows. In
+a decode, every token may complete a window; in a prefill, only one token in ``compress_ratio``
+does."""
 
 
 _NAMES = tuple(signature(reference.save_and_compress).parameters)
@@ -93,8 +97,8 @@ def save_and_compress(launch: Launcher, *tensors: Tensor, **settings: Any) -> No
 
 
 def _launch(launch: Launcher, op: str, call: Call) -> None:
-    """Launch the kernels of ``op``. If the call has a ``state_slot_mapping``, extra programs save
-    states."""
+    """Launch the kernels of ``op``. If the call has a ``state_slot_mapping``, extra programs of
+    these kernels save states, or a separate kernel saves them first."""
     width, head_dim = int(call.ape.shape[1]), int(call.norm_weight.shape[0])
     k_cache, block_size, state_block_size = call.k_cache, call.block_size, call.state_block_size
     checks = Checks(op)
@@ -179,8 +183,8 @@ def static_pages(cache: Tensor) -> tuple[Any, ...]:
 
 
 def state_tile(saves: bool, width: int, warps: int, values: int) -> tuple[int, int, int]:
-    """Return ``SAVE`` of a kernel: tokens and columns of a tile of states, and tiles per row. A
-    program has ``warps`` warps, with ``values`` values per thread."""
+    """Return ``SAVE`` of a kernel: tokens and columns of a tile of states, and tiles per row. One
+    program of ``warps`` warps saves a tile, with ``values`` values per thread."""
     if not saves:
         return 0, 0, 0
     columns = min(SAVE_COLUMNS, triton.next_power_of_2(2 * width))
@@ -218,7 +222,8 @@ def thread_layout(
 
 
 def _long_programs(num_tokens: int) -> int:
-    """Return the number of programs that scan for long windows, for each part of the channels."""
+    """Return the number of programs that scan for long windows. Every part of the channels has this
+    many programs."""
     extra = torch.sym_max(FEW_TOKENS - num_tokens, 0) // 128 * 2
     return scanning_programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS + extra)
 
@@ -226,7 +231,7 @@ def _long_programs(num_tokens: int) -> int:
 def scanning_programs(num_tokens: int, tokens: int, min_programs: int) -> int:
     """Return the number of programs that scan for windows, ``tokens`` tokens at a time.
 
-    The number is odd unless every token has a program. Tokens that complete windows are an even
-    number of tokens apart, so an odd number of programs shares these tokens evenly."""
+    The number is odd unless every token has a program. In a prefill, tokens that complete windows
+    are an even number of tokens apart, so an odd number of programs shares these tokens evenly."""
     odd = (num_tokens + tokens - 1) // tokens // 2 * 2 + 1
     return torch.sym_min(num_tokens, torch.sym_max(odd, min_programs))

@@ -1,7 +1,7 @@
 """Compress long windows in two kernels. A program of the first kernel pools a few channels of a
 window. The second kernel normalises, rotates and stores rows; it is separate because the norm needs
-all channels. Extra programs of both kernels may save states, because the other programs leave the
-memory almost idle."""
+all channels. Extra programs of both kernels may save states, because the programs that pool and
+insert leave the memory almost idle."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.rope import load_tail_angles
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.compressor.pooling import completes_window, finish_row, pool_window
-from dsv4_ops.kernels.compressor.save_states import (  # Inductor copies functions only
+from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copies no modules
     assign_role,
     save_assigned_tile,
 )

@@ -7,7 +7,7 @@ from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.rope import load_tail_angles
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.compressor.pooling import completes_window, finish_row, pool_window
-from dsv4_ops.kernels.compressor.save_states import (  # Inductor copies functions only
+from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copies no modules
     assign_role,
     save_assigned_tile,
 )

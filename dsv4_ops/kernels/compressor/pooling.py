@@ -7,11 +7,11 @@ Groups of arguments besides those of ``kernels.common``:
 - ``inputs``: ``scores``, ``ape``, ``states``, the block table of the states, and ``requests``;
 - ``WINDOW``: rows per block of states, compression ratio, columns of half a state, rows per window,
   and head dimension;
-- ``THREADS``: how a window's rows are split over threads: chunks of rows, consecutive rows per
-  thread, groups of threads, consecutive channels per thread, and whether the states of a thread's
-  rows are in one block;
-- ``FINISH``: the head dimension rounded up to a power of two, the number of last values that are
-  rotated, and the epsilon of the norm;
+- ``THREADS``: how a window's rows are split over threads: number of chunks of rows, consecutive
+  rows per thread, groups of threads, consecutive channels per thread, and whether the states of a
+  thread's rows are in one block;
+- ``FINISH``: the head dimension rounded up to a power of two, the number of values at the end of a
+  row that are rotated, and the epsilon of the norm;
 - ``SAVE``: tokens and columns of a tile of states, and tiles per row; with 0 tokens, nothing is
   saved.
 """
@@ -19,7 +19,7 @@ Groups of arguments besides those of ``kernels.common``:
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     quantize,
     round_to,
     round_to_bf16,
@@ -61,8 +61,9 @@ def _read_batch_rows(
     row, token, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Read rows as ``_read_rows`` does, if the whole window is in this batch. This function needs
-    half of the instructions. Instructions bound a prefill as much as memory does."""
+    """Read rows as ``_read_rows`` does, for a window that is wholly in this batch. This function
+    needs half of the instructions of ``_read_rows``. Instructions bound a prefill as much as memory
+    does."""
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]
     NUM_ROWS: tl.constexpr = WINDOW[3]
@@ -85,9 +86,9 @@ def _read_rows(
     row, token, request, position, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return kv and biased score [DEPTH, GROUPS, DIM], from ``first_channel`` on, of rows of the
-    window that ``token`` completes. ``row`` [DEPTH, GROUPS] are indices in the window. A row that
-    does not exist has kv 0 and score -inf."""
+    """Return DIM channels, from ``first_channel`` on, of kv and biased score, [DEPTH, GROUPS, DIM],
+    for rows of the window that ``token`` completes. ``row`` [DEPTH, GROUPS] holds the indices of
+    the rows in the window. A row that does not exist has kv 0 and score -inf."""
     STATE_BLOCK: tl.constexpr = WINDOW[0]
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]
@@ -103,7 +104,7 @@ def _read_rows(
     in_window = (distance >= 0) & (row_position >= 0)
     has_token = in_window & (token >= distance)
     row_token = tl.where(has_token, token - distance, 0).to(tl.int64)
-    # issue all three loads at once, to wait only once, though rows in the batch need no table entry
+    # issue these three loads at once, so as to wait once; rows in the batch need no table entry
     token_position = tl.load(positions + row_token * position_stride, mask=has_token, other=-1)
     token_request = tl.load(req_indices + row_token * request_stride, mask=has_token, other=-1)
     index = tl.where(in_window, row_position, 0).to(tl.uint32)  # divisions of uint32 are shifts

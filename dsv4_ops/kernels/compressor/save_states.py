@@ -1,5 +1,5 @@
-"""Save the compressor's states: copies of ``kv_score``, with a bias added to the second half. Other
-programs of the same launch may scan for completed windows."""
+"""Save the compressor's states: copies of ``kv_score``, with a bias added to the second half, the
+scores. Other programs of the same launch may scan for completed windows."""
 
 import torch
 import triton
@@ -30,8 +30,8 @@ def assign_role(
     """Decide what program number ``program`` of ``programs`` does: save a tile of states, or scan
     tokens for completed windows.
 
-    Return four values: the tile, or -1; the first token to scan, or ``num_tokens``; the part of the
-    channels to pool; and the number of programs that scan for each part.
+    Return four values: the tile to save, or -1; the first token to scan, or ``num_tokens`` for
+    none; the part of the channels to pool; and the number of programs that scan for each part.
 
     If no states are saved, all programs scan, and ``part`` is the program's index on the second
     axis of the grid. Otherwise the grid has one axis. On this axis, programs that scan are SPACING
@@ -67,7 +67,7 @@ def save_tile(
 
     Args:
         first_token: First token of the tile; the tile ends before ``num_tokens``.
-        part: Index of the tile among the tiles of its rows.
+        part: Index of the tile among the tiles of the same tokens, which save other columns.
         scores: ``kv_score``, its row stride and its column stride.
         ape: Bias of the second half of a state.
         states: The cache, its block stride and its number of blocks.

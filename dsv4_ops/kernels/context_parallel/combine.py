@@ -10,7 +10,7 @@ from dsv4_ops.kernels.context_parallel.exchange import PROGRAMS, TILE
 from dsv4_ops.kernels.launcher import Launcher
 
 TILE_ROWS = (1, 4, 8)
-"""Rows per tile. A call with few rows has small tiles, so that many programs send them."""
+"""Rows per tile. A call with few rows has small tiles, so that many programs share the rows."""
 
 TWO_RANK_TILE_ROWS = (*TILE_ROWS, 16)
 """Rows per tile with two ranks. For two ranks and at least 4096 rows, tiles of 16 rows are a tenth
@@ -39,7 +39,7 @@ def combine_ranks(
     """Merge the results of all ranks for this rank's heads. All ranks make the same calls in the
     same order.
 
-    All ranks map ``workspace``, which holds ``workspace_header`` and zeros before the first call. A
+    All ranks map ``workspace``. Before the first call, it holds ``workspace_header``, then zeros. A
     rank that waits longer than ``timeout_ns`` for another rank traps.
     """
     num_tokens, num_heads, width = out.shape

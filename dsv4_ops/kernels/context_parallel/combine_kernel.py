@@ -1,8 +1,9 @@
 """Merge attention results between ranks, each of which has some of the keys, in one kernel.
 
-The ranks map each other's memory. A tile is some rows (token, head) of each rank's heads. A program
-writes its results for the heads of another rank to the memory of that rank, and merges the results
-that it receives. ``exchange`` says why no rank reads too early or overwrites unread data.
+The ranks map each other's memory. In the end, each rank has the results of some heads. A row is a
+token and a head, and a tile is some rows of each rank's heads. A program writes its partial results
+for the heads of another rank to the memory of that rank, and merges the partial results that it
+receives. ``exchange`` says why no rank reads too early or overwrites unread data.
 """
 
 import triton
@@ -29,7 +30,7 @@ def merge_ranks(
     RANK: tl.constexpr, WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """Exchange and merge tiles. NATURAL: log-sum-exps are natural, else in base 2."""
+    """Exchange and merge tiles. NATURAL: log-sum-exps are in base e; otherwise in base 2."""
     program = tl.program_id(0)
     element = out.dtype.element_ty
     lane = tl.arange(0, TILE_ROWS)

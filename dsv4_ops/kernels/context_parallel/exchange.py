@@ -9,8 +9,8 @@ collective.
 Why no rank reads too early: a flag holds the number of a tile. Each program counts its tiles over
 all calls, in its own memory, so that a replayed graph continues the count. The threads of a program
 meet at a barrier after their writes; then the program raises the flag with a release at system
-scope. The receiver waits with an acquire. A flag only grows, and a program that waits for t accepts
-t + 1.
+scope. The receiver waits with an acquire. A flag only grows, and a program that waits for tile t
+also accepts the flag t + 1.
 
 Why no rank overwrites unread data: each program has two buffers per sender, which alternate from
 tile to tile. No other program uses these buffers, whatever the shapes of calls. A sender writes
@@ -37,11 +37,11 @@ from triton.language.extra.cuda import globaltimer
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 PROGRAMS = tl.constexpr(256)
-"""Maximum programs; an SM holds two."""
+"""Maximum number of programs; an SM runs two at once."""
 COUNTS = tl.constexpr(1024)
-"""Offset of the tile counts of the programs, after the addresses of 128 ranks."""
+"""Offset of the programs' tile counts, which follow the addresses of up to 128 ranks."""
 DATA = tl.constexpr(2048)
-"""Offset of the buffers, after the counts; the flags follow the buffers."""
+"""Offset of the buffers, which follow the tile counts; the flags follow the buffers."""
 TILE = tl.constexpr(16384)
 """Maximum bytes of a tile."""
 PART = tl.constexpr(16384 + 128)

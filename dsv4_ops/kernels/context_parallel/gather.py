@@ -16,7 +16,7 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.meta.context_parallel import gathered
 
 TILE_BYTES = (2048, 4096, 8192, int(TILE))
-"""Bytes per tile. A call with few bytes has small tiles, so that many programs send them."""
+"""Bytes per tile. A call with few bytes has small tiles, so that many programs share the bytes."""
 
 FEW_PROGRAMS = 128
 """A call has the smallest tiles that need no more programs than this."""
@@ -81,8 +81,8 @@ def gather(
 
 
 def _as_integers(part: Tensor, dim: int) -> _Source:
-    """Return ``part`` as integers of the largest size that divides its row size, stride and
-    address."""
+    """Return ``part`` as integers of the largest size that divides the size of a row, the row
+    stride and the address."""
     rows, inner = prod(part.shape[:dim]), prod(part.shape[dim:])
     flat = part.reshape(rows, inner)
     if flat.stride(1) != 1:

@@ -64,7 +64,7 @@ def _send(
 
     Args:
         part: A rank's part, the stride of its rows, the result, the number of integers of the part,
-            and the number per row.
+            and the number of integers per row.
         TILE: ONE_ROW, the bytes of an integer, and integers per tile.
     """
     BYTES: tl.constexpr = TILE[1]
@@ -99,8 +99,8 @@ def _receive(
 
 @triton.jit
 def _elements(tile, part, TILE: tl.constexpr):
-    """Return the row and column of each integer of a tile, its offset in a buffer, and whether it
-    exists."""
+    """For each integer of a tile, return its row, its column, its offset in a buffer, and whether
+    it exists."""
     ONE_ROW: tl.constexpr = TILE[0]
     LENGTH: tl.constexpr = TILE[2]
     _source, _stride, _gathered, size, inner = part

@@ -16,7 +16,8 @@ NO_ROW = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _find_bound(row, mask, count):
-    """Return the lowest ``bound`` such that ``count`` rows with ``mask`` are at most ``bound``."""
+    """Return the lowest ``bound`` such that at least ``count`` of the rows that ``mask`` selects
+    are at most ``bound``."""
     low, high = tl.full((), 0, tl.int32), tl.full((), NO_ROW - 1, tl.int32)
     while low < high:
         middle = low + (high - low) // 2
@@ -33,9 +34,9 @@ def cp_topk_kernel(
     out, topk, interleave,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Select the rows of one token, in increasing order. WIDTH is the number of candidates per
-    rank. CANDIDATES is the number of candidates of all ranks, and BLOCK is ``topk``, each rounded
-    up to a power of two."""
+    """Select the top k rows of one token, sorted by row number. WIDTH is the number of candidates
+    per rank. CANDIDATES is the number of candidates of all ranks, rounded up to a power of two;
+    BLOCK is ``topk``, rounded up to a power of two."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, CANDIDATES)

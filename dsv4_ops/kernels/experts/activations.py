@@ -1,8 +1,8 @@
-"""Quantise the activations of experts to FP8, in the order of a plan. The result is codes and
-scales, or bf16 values that FP8 codes represent exactly.
+"""Quantise the activations of experts to FP8, in the order of a plan's slots. The result is codes
+and scales, or bf16 values that FP8 codes represent exactly.
 
-A plan has about twice as many slots as rows. In padding slots, values are not written, and scales
-are 0.
+A plan has about twice as many slots as rows; the other slots are padding. In padding slots, values
+are not written, and scales are 0.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import ACTIVATION_BLOCK
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp4_codes import scale_offset
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     dequantize,
     quantize,
     widen,
@@ -97,8 +97,9 @@ def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) 
 def order_scales(
     launch: Launcher, scales: torch.Tensor, topk: int, sorted_rows: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """Return the bf16 scales of the tokens in a plan's slots, 0 for padding. An int32 of the result
-    [K // 128, num_slots // 2] holds two scales. The plan has blocks of ``rows`` slots."""
+    """Return the bf16 scales of the tokens in a plan's slots, 0 for padding. The result has at
+    least K // 128 rows of num_slots // 2 int32 values, each of which holds two scales. The plan has
+    blocks of ``rows`` slots."""
     count = int(scales.shape[1])
     blocks = max(2, triton.next_power_of_2(count))  # a GEMM step reads the scales of two blocks
     ordered = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))

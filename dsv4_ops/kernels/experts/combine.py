@@ -7,12 +7,12 @@ import triton.language as tl
 
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 COLUMNS, WARPS = 512, 4
-"""Columns per program, and warps. A token of Flash has eight programs."""
+"""Columns per program, and warps. A token of V4 Flash has eight programs."""
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -20,7 +20,7 @@ from dsv4_ops.kernels.common.dequant_gemm import (
     step_size,
     tile_rows,
 )
-from dsv4_ops.kernels.common.fp4_codes import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp4_codes import (  # by name: Inductor copies no modules
     code_offset,
     has_nan,
     multiply_fp4_codes,
@@ -51,31 +51,32 @@ TILES = {
     8: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 3), 128: (128, 8, 2)},
     16: {16: (64, 4, 4), 32: (64, 4, 4), 64: (128, 8, 3), 128: (256, 8, 3)},
 }
-"""Weight rows per program, warps and pipeline stages, by the bits of a weight and the rows of a
-block. With FP4 weights, blocks of 128, 64 and 32 rows need 226, 113 and 82 KB of shared memory;
-with bf16 weights, blocks of 64 rows need 145 KB."""
+"""Weight rows per program, warps and pipeline stages, keyed by the bits of a weight and then by the
+rows of a block. With FP4 weights, blocks of 128, 64 and 32 rows need 226, 113 and 82 KB of shared
+memory; with bf16 weights, blocks of 64 rows need 145 KB."""
 
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
-"""Pipeline stages of a program that reads a weight once for two blocks of an expert, by weight bits
-and rows per block. With so few stages, two blocks need no more shared memory than one block, except
-with FP8 weights, where two blocks need only 17 KB. With even routing, few experts have two blocks.
-"""
+"""Pipeline stages of a program that reads a weight once for two blocks of an expert, keyed by
+weight bits and rows per block. With so few stages, two blocks need no more shared memory than one
+block. FP8 weights are the exception, but there two blocks need only 17 KB in all. With even
+routing, few experts have two blocks."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
-"""K per step of bf16 weights, by the rows of a block."""
+"""Columns of K per step with bf16 weights, keyed by the rows of a block."""
 
 FLAGS, PART_ROWS = 128, 16
-"""Number of flags that a program of a ``_by_blocks_kernel`` checks, and number of rows that it
-multiplies at a time. These kernels are separate, so that the main kernels need fewer registers."""
+"""Number of flags that a program of a ``_by_blocks_kernel`` checks, and number of rows that such a
+program multiplies at a time. The ``_by_blocks_kernel``s are separate, so that the main kernels need
+fewer registers."""
 
 _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
-"""Bits of a weight; other dtypes hold FP4."""
+"""Bits of a weight, keyed by dtype. Weights of other dtypes are FP4."""
 
 _NARROW_MEAN_ROWS = {16: 13, 32: 28, 64: 56}
 
 MEAN_ROWS = {4: _NARROW_MEAN_ROWS, 8: _NARROW_MEAN_ROWS, 16: {16: 5, 32: 16, 64: 40}}
-"""For each number of weight bits and each block size: the largest mean number of rows per expert at
-which the block size is chosen. With more rows, the block size is MAX_ROWS."""
+"""For each number of weight bits and each block size: the maximum mean number of rows per expert at
+which this block size is chosen. With more rows than in any entry, the block size is MAX_ROWS."""
 
 MAX_ROWS = 128
 
@@ -85,10 +86,10 @@ shared memory, or 67 KB for two blocks, and at most 168 registers per thread, so
 programs."""
 
 SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
-"""Block size for a symbolic number of rows, by weight bits."""
+"""Block size for a symbolic number of rows, keyed by weight bits."""
 
 ROWS_BY_SHARED = {226 * 1024: MAX_ROWS, 145 * 1024: 64, 0: 32}
-"""Largest block size, by the shared memory that programs with such blocks need."""
+"""Maximum block size, keyed by the bytes of shared memory that programs with such blocks need."""
 
 
 @triton.jit
@@ -205,7 +206,7 @@ def _gate_up(
     TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of activations; return the product, whose rows are gates and ups.
+    """Compute a tile of activations. Return the product of the tile, whose rows are gates and ups.
 
     Args:
         x: Rows and their scales, each with a stride, and the experts per token.
@@ -214,7 +215,7 @@ def _gate_up(
         work: ``sorted_rows``, a block, the tile's first row in the block, the block's expert, and
             the tile's first unit.
         TOKENS: Rows of a block.
-        COLUMNS: Rows of the tile: one block, two blocks, or part of a block.
+        COLUMNS: Rows of ``x`` in the tile: one block, two blocks, or part of a block.
         TILE: Weight rows, warps, stages, whether a tile reaches past the weight, and K per step.
     """
     x, topk = x
@@ -333,8 +334,8 @@ def _down(
     CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the product with the down weight, store each row of the result at its index
-    in the batch, and return the tile. The arguments are those of ``_gate_up``, but ``x`` has no
-    experts per token, and ``out`` has no stride."""
+    in the batch, and return the tile. The arguments are those of ``_gate_up``, but ``x`` does not
+    include the number of experts per token, and ``out`` includes no stride."""
     sorted_rows, block, start, expert, n_start = work
     ROWS: tl.constexpr = TILE[0]
     slot = tl.cast(block, tl.int64) * TOKENS + start + tl.arange(0, COLUMNS)
@@ -441,8 +442,8 @@ class Blocks(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Arguments of kernels for the rows of a GEMM and their scales. Only codes have scales; for
-    values, ``scales`` is any int32 tensor."""
+    """The arguments that a GEMM kernel takes for its activations and their scales. Only codes have
+    scales; for values, ``scales`` is any int32 tensor."""
 
     rows: torch.Tensor
     stride: int
@@ -453,7 +454,8 @@ class Activations(NamedTuple):
 def choose_blocks(
     num_rows: int, num_experts: int, bits: int, *, codes: bool = False, max_rows: int = MAX_ROWS
 ) -> Blocks:
-    """Choose blocks for ``num_rows`` rows in all. ``codes``: whether kernels can multiply codes."""
+    """Choose blocks for ``num_rows`` rows of all experts together. ``codes``: whether kernels can
+    multiply codes."""
     rows = SYMBOLIC_ROWS[bits]
     if isinstance(num_rows, int):
         mean = num_rows / num_experts
@@ -535,9 +537,9 @@ def _multiplies_codes(
     down: torch.Tensor,
     bits: int,
 ) -> bool:
-    """Return whether kernels multiply FP4 weights as codes on this GPU. These kernels need weights
-    that are aligned to 16 bytes. A traced graph has no addresses, but Inductor aligns its inputs.
-    """
+    """Return whether kernels multiply FP4 weights as codes on this GPU. Such kernels need weights
+    that are aligned to 16 bytes. A trace has no addresses, but Inductor aligns the inputs of a
+    graph."""
     device = gate_up.device
     interpreted = INTERPRETED and launch.capability(device) is None
     if bits != 4 or not (launch.target(device).is_hopper or interpreted):
@@ -557,8 +559,8 @@ def _launch_gemm(
     steps: tuple[bool, int],
     tiles: int,
 ) -> None:
-    """Launch a GEMM and, with codes, the kernel that recomputes tiles with NaN. ``steps`` says
-    whether a tile reaches past the weight, and has K per step."""
+    """Launch a GEMM and, with codes, the kernel that recomputes tiles with NaN. ``steps`` holds two
+    values: whether a tile reaches past the weight, and K per step."""
     kernel, by_blocks_kernel = kernels
     # without codes, kernels do not use the tensor
     out_of_reach = inputs.scales.new_empty((programs,)) if blocks.codes else inputs.scales
@@ -587,7 +589,7 @@ def _planned(
     num_experts: int,
     blocks: Blocks,
 ) -> tuple[ExpertPlan, Activations]:
-    """Return the plan, and the activations of the gate and up GEMM, a row per token."""
+    """Return the plan, and the activations of the gate and up GEMM, with one row per token."""
     sizes = {"num_experts": num_experts, "block_size": blocks.rows, "pairs": blocks.stages > 0}
     if bits < 16 and not blocks.codes:
         rows = bf16_activations(x, activations)
@@ -610,7 +612,7 @@ def _down_inputs(
     sorted_rows: torch.Tensor,
     blocks: Blocks,
 ) -> Activations:
-    """Return the activations of the down GEMM, a row per slot of the plan."""
+    """Return the activations of the down GEMM, with one row per slot of the plan."""
     if blocks.codes:
         codes, row_scales = quantize_ordered(launch, act, sorted_rows, blocks.rows)
         return Activations(codes, codes.stride(0), row_scales, row_scales.stride(0))

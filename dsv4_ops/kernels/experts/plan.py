@@ -9,7 +9,7 @@ from dsv4_ops.core.layout import round_up
 from dsv4_ops.core.types import ExpertPlan, max_expert_blocks
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.dequant_gemm import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.dequant_gemm import (  # by name: Inductor copies no modules
     reordered,
     reordered_offset,
     step_size,
@@ -18,10 +18,12 @@ from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 PAIR = tl.constexpr(2**24)
-"""This is added to the expert of a block if the block's program also computes the next block."""
+"""This number is added to a block's entry in ``expert_of_block`` if the programs of the block also
+compute the next block."""
 
 ROWS, MAX_STEP_ROWS = 512, 2048
-"""Rows per loop step for a symbolic number of rows, and maximum rows per loop step."""
+"""Rows per loop step if the number of rows is symbolic, and maximum number of rows per loop
+step."""
 
 FUSED_COUNT_ROWS = 512
 """If the batch has up to this many rows, every program of the plan counts the rows of all experts.
@@ -136,8 +138,9 @@ def expert_plan(
     block_size: int,
     pairs: bool = False,
 ) -> ExpertPlan:
-    """Compute the plan. With ``pairs``, an expert's blocks form pairs. The entry of the first block
-    of a pair is the expert plus PAIR; the entry of the second block is -1."""
+    """Compute the plan. With ``pairs``, an expert's blocks form pairs: in ``expert_of_block``, the
+    entry of the first block of a pair is the expert plus PAIR, and that of the second block is
+    -1."""
     return _plan(launch, topk_ids, num_experts, block_size, pairs, None, False)[0]
 
 

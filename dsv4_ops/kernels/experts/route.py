@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.core.types import Routing
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import multiply_add  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.sizes import SIZES, SIZES_BUT_TOKENS
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM

@@ -1,10 +1,10 @@
 """FlashMLA for sparse and dense MLA: convert our arguments to FlashMLA's, and its results to ours.
 
-FlashMLA checks no values, so we first set absent slots to -1, which FlashMLA skips. FlashMLA's
-planner reads the lengths, so a plan of FlashMLA is right for one set of lengths only. FlashMLA
-plans in every call, unless the call passes a plan. A plan of ``flash_mla_metadata`` is for the
-lengths of the call. A plan of ``flash_mla_plan`` is for the sizes of the call. With a plan for
-sizes, FlashMLA gets no lengths; we also set entries past the lengths to -1.
+FlashMLA checks no values, so we first set absent slots to -1, which FlashMLA skips. FlashMLA plans
+in every call, unless the call passes a plan. FlashMLA's planner reads the lengths, so its plan is
+right for one set of lengths only, as is a plan that ``flash_mla_metadata`` made. A plan that
+``flash_mla_plan`` made depends on sizes alone, so it is right for any lengths: with such a plan,
+FlashMLA gets no lengths, and we set the entries past the lengths to -1.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _library() -> Any:
 
 
 def packaged() -> bool:
-    """Return whether an AOTInductor package can call the library: whether the library registers its
-    functions as ops."""
+    """Return whether the library registers its functions as ops. Only then can an AOTInductor
+    package call the library."""
     return isinstance(_library(), torch._ops._OpNamespace)
 
 
@@ -276,7 +276,7 @@ def mla_sparse(
 
 
 def _dense(q: Tensor) -> Tensor:
-    """Return contiguous queries that start at a multiple of 16 bytes, as FlashMLA requires."""
+    """Return contiguous queries whose address is a multiple of 16 bytes, as FlashMLA requires."""
     q = q.contiguous()
     return q if q.storage_offset() * q.itemsize % CACHE_ALIGNMENT == 0 else q.clone()
 

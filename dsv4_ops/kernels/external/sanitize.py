@@ -8,7 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, rotation, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import round_to_bf16  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.rope import load_angles, rotate_pairs_back
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
@@ -30,13 +30,13 @@ FILL_COLUMNS = 1024
 """Logits per program of ``fill_absent_kernel``, all of one token."""
 
 _MAX_SINK = tl.constexpr(1e30)
-"""Maximum sink. For a row without keys, FlashMLA subtracts the sink from an lse of inf. With a sink
-of inf, the difference would be NaN."""
+"""Maximum sink that FlashMLA gets. For a row without keys, FlashMLA subtracts the sink from an lse
+of inf. With a sink of inf, the difference would be NaN."""
 
 
 @triton.jit
 def store_finite_sink(sink, sink_out, num_heads, lane):
-    """Store a finite sink for every head."""
+    """Store every head's sink, but at most _MAX_SINK."""
     mask = lane < num_heads
     value = tl.load(sink + lane, mask=mask, other=0.0)
     value = tl.where(value > _MAX_SINK, _MAX_SINK, value)
@@ -56,8 +56,8 @@ def list_slots_kernel(
     SWA_BLOCK_SIZE: tl.constexpr, EXTRA_BLOCK_SIZE: tl.constexpr, HAS_EXTRA: tl.constexpr,
     PAGED: tl.constexpr, HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy both lists of a token with -1 for absent slots, and the lengths clamped to the width of
-    each list. Slots are unsigned here, so that negative slots lie past every block."""
+    """Copy both lists of a token, with -1 for absent slots, and the length of each list, clamped to
+    the list's width. Slots are unsigned here, so that negative slots lie past every block."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     swa_tiles = (swa_padded + COLUMNS - 1) // COLUMNS
@@ -209,8 +209,8 @@ def fill_absent_kernel(
     logits, logits_stride, num_columns,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store -inf as the logit of rows past the length that the library got, and of rows in absent
-    blocks. The kernel reads no logit."""
+    """Store -inf as the logit of a row if the row is past the length that the library got, or in an
+    absent block. The kernel reads no logit."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -265,8 +265,8 @@ def list_slots(
 def sink_arguments(
     sink: torch.Tensor | None, read_stand_in: torch.Tensor, written_stand_in: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the sinks, a tensor for finite sinks, and the number of sinks. If ``sink`` is None,
-    return the two stand-ins and 0."""
+    """Return the sinks, an empty tensor for the finite sinks, and the number of sinks. If ``sink``
+    is None, return the two stand-ins and 0."""
     if sink is None:
         return read_stand_in, written_stand_in, 0
     finite = torch.empty_like(sink, memory_format=torch.contiguous_format)

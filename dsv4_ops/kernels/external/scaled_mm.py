@@ -28,7 +28,7 @@ def fp8_linear(
     out_dtype: torch.dtype,
     **_: Any,
 ) -> Tensor:
-    """Make one call of torch. A compiler fuses the quantisation that precedes the call."""
+    """Make one call of torch. A compiler fuses the quantisation, which precedes the call."""
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
     codes, scales = quantized(x) if x_scale is None else (x, x_scale)

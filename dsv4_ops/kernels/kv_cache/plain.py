@@ -74,7 +74,7 @@ def gather_rows_kernel(
 def insert_k_cache(
     launch: Launcher, k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    # the sizes of a page and of a row are fixed, so pass ints, which tell Triton what is aligned
+    # the sizes of pages and rows never change: pass ints, from which Triton infers alignment
     num_tokens, width = slot_mapping.shape[0], int(k_cache.shape[2])
     if num_tokens == 0 or k_cache.numel() == 0:
         return

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import byte_rows, scale_values
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     multiply_codes,
     round_to,
 )
@@ -19,15 +19,15 @@ from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS, WARPS = 64, 4
 """Tokens and warps per program. An SM runs several such programs, so one program scales its sums
-while other programs multiply. On an H200, ``o_a`` of V4 with 1024 tokens takes 81 us; with tiles of
-128 x 128 and eight warps, 92 us."""
+while other programs multiply. On an H200, V4's layer ``o_a`` with 1024 tokens takes 81 us; with
+tiles of 128 x 128 and eight warps, it takes 92 us."""
 
 ROWS, SMALL_ROWS = 128, 64
-"""Weight rows per program: SMALL_ROWS if ROWS would leave SMs idle. The rows of a tile share a
-block of scales."""
+"""Weight rows per program: SMALL_ROWS if ROWS would leave SMs idle. All rows of a tile have the
+same scales, because a scale is for 128 x 128 values."""
 
 STAGES, LARGE_STAGES, LARGE_TOKENS = 4, 3, 512
-"""Pipeline stages for up to LARGE_TOKENS tokens, and for more tokens."""
+"""Pipeline stages: STAGES for up to LARGE_TOKENS tokens, LARGE_STAGES for more tokens."""
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -16,37 +16,38 @@ from dsv4_ops.kernels.common.dequant_gemm import (
     reordered,
     tile_rows,
 )
-from dsv4_ops.kernels.common.fp8 import round_to  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import round_to  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.sizes import SIZES, SIZES_BUT_TOKENS
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear import block_gemm
 from dsv4_ops.reference.linear import quantized
 
 FEW_TOKENS = 16
-"""Maximum number of tokens for which the programs of the GEMM reorder the activations."""
+"""Maximum number of tokens for which the programs of the GEMM reorder the activations themselves,
+instead of a call of ``reordered``."""
 
 MAX_BF16_TOKENS = 32
-"""Maximum number of tokens for which codes are converted to bf16, with split-K. On an H200, ``kv``
-with 32 tokens takes 7.8 us as bf16 and 12.6 us as codes; ``q_b`` with 64 tokens takes 34.5 us as
-bf16 and 14.0 us as codes. The maximum of grouped layers is FEW_TOKENS."""
+"""Maximum number of tokens for which codes are converted to bf16, with split-K. On an H200, the
+layer ``kv`` with 32 tokens takes 7.8 us as bf16 and 12.6 us as codes; the layer ``q_b`` with 64
+tokens takes 34.5 us as bf16 and 14.0 us as codes. In grouped layers, the maximum is FEW_TOKENS."""
 
 MAX_CODE_TOKENS = 64
-"""Maximum tokens per program that converts codes for ``mma.sync``. For 128 tokens the conversion
-would spill 290 to 660 bytes of registers."""
+"""Maximum tokens per program if the program converts codes for ``mma.sync``. For 128 tokens the
+conversion would spill 290 to 660 bytes of registers."""
 
 TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (128, 8, 3)}
-"""Weight rows per program, warps and pipeline stages, by the tokens per program."""
+"""Weight rows per program, warps and pipeline stages, keyed by the tokens per program."""
 
 PROGRAMS_PER_SM = {16: 4, 32: 4, 64: 2, 128: 1}
-"""Target number of programs per SM when K is split, by the tokens per program. With more tokens,
-partial sums are larger, so K has fewer splits."""
+"""Target number of programs per SM when K is split, keyed by the tokens per program. With more
+tokens, partial sums are larger, so K has fewer splits."""
 
 SUMS, SUM_WARPS = 256, 4
-"""Values per program of the kernel that adds splits, and warps. Code that Inductor generates takes
-3.4 us for 2 MB, and 11 us if a SwiGLU follows."""
+"""Values per program of the kernel that adds the splits of K, and warps. We measured code that
+Inductor generates for this sum: it takes 3.4 us for 2 MB, and 11 us if a SwiGLU follows."""
 
 MIN_STEPS, MAX_SPLITS = 2, 16
-"""Minimum blocks of K per split, and maximum splits."""
+"""Minimum number of blocks of K per split, and maximum number of splits."""
 
 SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
 """Tokens per program and maximum splits for a symbolic batch. Splits are few, because each split
@@ -103,7 +104,7 @@ def sum_splits_kernel(
     partial, out, size,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits of a product, in order."""
+    """Add the partial sums of a product, in the order of the splits."""
     wait_for_previous_kernel()
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
@@ -136,7 +137,7 @@ def _multiply_as_bf16(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply ``x`` [num_tokens, num_groups, in_features] by the weight rows of each group, as
-    bf16. Return the splits of K; several splits are float32."""
+    bf16. Return the partial sums of the splits of K, in float32 if there are several splits."""
     num_tokens, num_groups, width = x.shape[0], int(x.shape[1]), int(x.shape[2])
     rows = int(weight.shape[0])
     scaled, num_sms = x_scale is not None, launch.num_sms(x.device)
@@ -169,9 +170,9 @@ def _multiplies_codes(
     activations: str,
     out_dtype: torch.dtype,
 ) -> bool:
-    """Return whether products of codes are precise enough, and faster for ``x`` [num_tokens,
-    num_groups, in_features]. The matrix unit adds such products with about 14 bits, which is enough
-    for bf16 results."""
+    """Return whether products of codes are precise enough for the result, and faster for ``x``
+    [num_tokens, num_groups, in_features]. The matrix unit adds such products with about 14 bits,
+    which is enough for bf16 results."""
     if out_dtype != torch.bfloat16:
         return False
     num_tokens, is_fp8 = x.shape[0], x_scale is not None or activations == "fp8"
@@ -189,7 +190,8 @@ def products(
     activations: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply with the faster kernel; return the splits of K, [num_splits, num_tokens, rows]."""
+    """Multiply with the faster kernel; return the partial sums of the splits of K, [num_splits,
+    num_tokens, rows]."""
     num_tokens, rows = x.shape[0], int(weight.shape[0])
     if num_tokens == 0 or rows == 0 or int(x.shape[2]) == 0:
         return x.new_zeros((1, num_tokens, rows), dtype=out_dtype)
@@ -209,7 +211,7 @@ def _multiply(
     activations: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply, and add the splits of K."""
+    """Multiply, and add the partial sums of the splits of K."""
     partial = products(launch, x, x_scale, weight, scale, activations, out_dtype)
     splits, num_tokens, rows = int(partial.shape[0]), partial.shape[1], int(partial.shape[2])
     if splits == 1:

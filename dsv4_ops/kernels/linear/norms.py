@@ -1,5 +1,6 @@
-"""A product with FP8 weights whose result is two vectors per token, each of which is normalised.
-The kernel that adds the splits of K also normalises, because it has all values of a token."""
+"""A product with FP8 weights. The result is two vectors per token, and each vector is normalised.
+The kernel that adds the partial sums of the splits of K also normalises, because it has all values
+of a token."""
 
 import torch
 import triton
@@ -9,13 +10,13 @@ from torch import Tensor
 from dsv4_ops.core.types import NormedPair
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear.gemm import products
 
 WARPS = 8
-"""Warps of a program, which normalises one vector."""
+"""Warps of a program. A program normalises one vector."""
 
 
 @triton.jit
@@ -23,7 +24,8 @@ def _normed(
     row, weight, weight_stride, out, split_stride,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits of a vector at ``row``, in order, and normalise it."""
+    """Add the partial sums of a vector, which begin at ``row``, in the order of the splits, and
+    normalise the vector."""
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     factor = tl.load(weight + column * weight_stride, mask=mask, other=0.0)

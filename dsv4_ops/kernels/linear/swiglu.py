@@ -1,5 +1,5 @@
-"""A product with FP8 weights whose result is gates and ups. The kernel that adds the splits of K
-also computes the SwiGLU."""
+"""A product with FP8 weights, which computes the gates and ups of a SwiGLU. The kernel that adds
+the partial sums of the splits of K also computes the SwiGLU."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear.gemm import products
@@ -18,7 +18,7 @@ COLUMNS, WARPS = 256, 4
 
 @triton.jit
 def _total(src, mask, split_stride, SPLITS: tl.constexpr):
-    """Add the splits at ``src``, in order, and round the sum."""
+    """Add the partial sums at ``src``, in the order of the splits, and round the total."""
     acc = tl.zeros((src.shape[0],), tl.float32)
     for split in tl.static_range(SPLITS):
         acc += widen(tl.load(src + split * split_stride, mask=mask, other=0.0))

@@ -44,23 +44,24 @@ FORMATS = {PlainLayout.tag: 0, MlaFp8Layout.tag: 1, MlaDsFp8Layout.tag: 2}
 """The number that stands for each layout in the kernels."""
 
 WIDTH, RANK = 576, 512
-"""Width of a row, and width of the leading part, which is the value. Hopper's kernel supports only
-these widths."""
+"""Width of a row, and width of the row's leading part, which is the value vector. Hopper's kernel
+supports only these widths."""
 
 PAIR = 2 * KEY_TILE
 """Keys of a pair of blocks; a split of Hopper's kernel is a whole number of pairs."""
 
 INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
-"""Keys of a block table per split, and maximum splits, in batch-invariant calls."""
+"""In batch-invariant calls: keys per split, counted over the whole width of the block table, and
+maximum number of splits."""
 
 PARTS, MAX_ROWS_IN_PARTS = 4, 1024
 """If a call has up to MAX_ROWS_IN_PARTS rows (a token and a head each), PARTS programs combine each
-row."""
+row; each combines some of the row's values."""
 
 
 class Call(NamedTuple):
     """The tensors of a call; optional tensors come last. With the setting ``slots``,
-    ``block_table`` has the slots of every token, and ``req_indices`` is not read."""
+    ``block_table`` has the slots of each token, and ``req_indices`` is not read."""
 
     q: Tensor
     kv_cache: Tensor
@@ -145,8 +146,8 @@ def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def group_of(call: Call, batch_invariant: bool) -> int:
     """Return the size of a group: the number of tokens of a request that share a program.
 
-    The heads of a group should fill the rows of a program. But the size is at most the mean number
-    of tokens per request, because a program is launched for every token, and only the program of a
+    The heads of a group's tokens should fill the rows of a program. But the size is at most the
+    mean number of tokens per request, because every token has a program, and only the program of a
     group's first token works."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     if call.query_start_loc is None or call.plan is not None or batch_invariant:
@@ -159,7 +160,8 @@ def group_of(call: Call, batch_invariant: bool) -> int:
 
 
 def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) -> Work:
-    """Choose how to split tokens: by the plan, by lengths, or each into equally many splits."""
+    """Choose how to split the keys of tokens: by the plan, by the lengths, or into equally many
+    splits for each token."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     unit = PAIR if on_hopper else KEY_TILE
     if call.plan is not None:
@@ -196,7 +198,8 @@ def _batch_decides(settings: Mapping[str, Any]) -> bool:
 
 
 def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, free: bool) -> None:
-    """Combine the splits. If ``free``, several programs combine each row of a small batch."""
+    """Combine the splits. ``free`` says that the splits may depend on the batch. Then several
+    programs combine each row of a small batch."""
     num_tokens, num_heads, rank = results[0].shape
     few = isinstance(num_tokens, int) and num_tokens * num_heads <= MAX_ROWS_IN_PARTS
     parts = PARTS if free and few and rank == RANK else 1
@@ -204,7 +207,8 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
 
 
 def _row_arguments(call: Call) -> tuple[Any, ...]:
-    """Return both kernels' arguments for rows, tables and scales, and arguments for the plan."""
+    """Return arguments that both kernels take: those for rows, tables and scales, and those for the
+    plan."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (
@@ -310,5 +314,5 @@ hopper_mla_decode = opaque_op.define(
     _call,
     _fake,
 )
-"""The op that makes all launches of a call. It sees the real sizes, also in a graph for any number
-of tokens."""
+"""The op that makes all launches of a call. It gets the real sizes, even in a graph that was
+compiled for any number of tokens."""

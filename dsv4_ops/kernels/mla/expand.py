@@ -1,4 +1,4 @@
-"""Expand latents into keys and values, up to a number of valid rows."""
+"""Expand the latents of the first ``num_valid`` rows into keys and values."""
 
 import torch
 import triton
@@ -6,7 +6,10 @@ import triton.language as tl
 
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import multiply_add, round_to  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
+    multiply_add,
+    round_to,
+)
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -27,8 +30,8 @@ def mla_expand_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the product of latents and weight. Rows from ``num_valid`` on are zeros; a
-    tile of only such rows skips the product."""
+    """Compute a tile of the product of latents and weight. Result rows from ``num_valid`` on are
+    zeros; a tile that has only such rows skips the product."""
     wait_for_previous_kernel()
     column_tiles = (columns + COLUMNS - 1) // COLUMNS
     group = tl.program_id(0) // (column_tiles * SIDE_BY_SIDE)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.common.attention.mainloop import log2_sum, softmax_step
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     multiply_add,
     round_to,
 )
@@ -115,8 +115,9 @@ def mla_prefill_kernel(
     Span 0 is the tokens before the first request, span n the tokens of request n - 1, and span
     num_reqs + 1 the tokens after the last request. The tiles of span n start at tile
     first // QUERIES + n, where ``first`` is the span's first token, so each span has enough tiles.
-    A start below an earlier start counts as equal to that start, so that every row is written
-    whatever the starts are. Tiles of late queries run first, because they see the most keys.
+    An entry of ``query_start_loc`` that is below an earlier entry counts as equal to that entry, so
+    that every row is written whatever the entries are. Tiles of late queries run first, because
+    they see the most keys.
     """
     wait_for_previous_kernel()
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -144,7 +145,7 @@ def mla_prefill_kernel(
     key_stop = tl.load(bounds + cu_stride, mask=is_request, other=0)
     key_start = tl.minimum(tl.maximum(key_start, 0), num_k)
     key_stop = tl.minimum(tl.maximum(key_stop, 0), num_k)
-    # one past the last key that all queries of the tile see, and one past the last key that any see
+    # one past the last key that all queries of the tile see; one past the last that any sees
     common_stop = key_stop
     max_stop = key_stop
     key_limit = tl.zeros((QUERIES,), dtype=tl.int32) + key_stop

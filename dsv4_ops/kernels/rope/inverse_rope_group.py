@@ -1,5 +1,5 @@
-"""Apply inverse RoPE to the attention output and quantise it, in one kernel that reads the output
-once."""
+"""Apply inverse RoPE to the attention output, in a kernel that reads the output once. For
+``inverse_rope_group_quantize``, the same kernel also quantises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsv4_ops.core.layout import (
 from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.kernels.arguments import angles, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     quantize,
     round_to_bf16,
     widen,
@@ -72,8 +72,8 @@ def inverse_rope_group_kernel(
     DIM: tl.constexpr, ROPE: tl.constexpr, SCALES: tl.constexpr, HEADS: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate back and store HEADS heads of a token. The padding tokens from ``num_tokens`` up to
-    ``scale_tokens`` have scale 0."""
+    """Rotate HEADS heads of a token back, and store them. The padding tokens from ``num_tokens`` up
+    to ``scale_tokens`` have scale 0."""
     wait_for_previous_kernel()
     head_tiles = (num_heads + HEADS - 1) // HEADS
     token = (tl.program_id(0) // head_tiles).to(tl.int64)

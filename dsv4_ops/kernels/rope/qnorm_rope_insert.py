@@ -8,7 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import angles, row_format, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies no modules
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.quantize_insert import insert_codes
 from dsv4_ops.kernels.common.rope import rotate_pairs
@@ -24,8 +24,8 @@ def _load_rotated_tail(
     CODE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
 ):  # fmt: skip
     """Load the last ROPE_DIM values of the rows at ``src`` as float32 [rows, ROPE_DIM], multiply
-    them by ``factor``, and rotate them by the position of each row's token. ``token`` may also be
-    one token for all rows."""
+    them by ``factor``, and rotate them by the position of each row's token. ``token`` holds a token
+    per row, or one token for all rows."""
     ROWS: tl.constexpr = src.shape[0]
     cos_sin_cache, table_stride, column_stride, num_positions = angles
     position_rows, position_stride = positions[0], positions[1]
@@ -125,11 +125,11 @@ def normalise_and_insert(
     program, q, kv, cache, slots, positions, angles,
     EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate queries, or rotate and insert keys. Keys come first, because the loads
-    of a key depend on each other.
+    """Normalise and rotate queries, or rotate and insert keys. Keys come first, because their loads
+    depend on each other and so take longer.
 
     Args:
-        program: Index of a tile. Tiles of keys come first, then the tiles of heads of each token.
+        program: Index of a tile: first the tiles of keys, then the tiles of heads of each token.
         q: Queries, the strides of tokens, heads and values, the result, and the number of heads.
         kv: Keys and the strides of rows and values.
         cache, slots, angles, FORMAT: See ``kernels.common``.

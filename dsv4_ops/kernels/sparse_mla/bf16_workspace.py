@@ -16,11 +16,11 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
 
 TOKENS, SPAN_WARPS = 1024, 8
-"""Number of tokens that a program compares with its request at a time, and warps."""
+"""Number of tokens whose requests a program compares with its own request at a time, and warps."""
 
 COLUMNS, WARPS = 1024, 4
-"""Number of list entries of a token that are written at a time, and warps. The number is enough for
-lists of 128 + 512 keys, and must be at least the number of heads."""
+"""Number of list entries of a token that are written at a time, and warps. 1024 entries are enough
+for lists of 128 + 512 keys, and there must be at least as many as heads."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -31,7 +31,7 @@ def find_spans_kernel(
     ends, counts, compressed,
     WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the span of rows that any token of a request sees, from the positions of these
+    """Compute the span of rows that the tokens of one request see, from the positions of these
     tokens."""
     wait_for_previous_kernel()
     request = tl.program_id(0)
@@ -74,9 +74,9 @@ def list_rows_kernel(
     HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """List the workspace rows that a token sees, with -1 for absent rows, and store the list's
-    length up to the last row. Without HAS_TOPK, a list is as wide as the table of the longest
-    request, so the kernel stops after the step of COLUMNS entries that has the last row; no kernel
-    reads later entries."""
+    length up to the last row that exists. Without HAS_TOPK, a list has an entry for every row of
+    the block table. So the kernel writes COLUMNS entries at a time only until the token's last row
+    is written; no kernel reads the later entries."""
     wait_for_previous_kernel()
     swa = (swa_table, swa_table_stride, swa_column_stride, swa_max_blocks)
     extra = (extra_table, extra_table_stride, extra_column_stride, extra_max_blocks)
@@ -128,7 +128,7 @@ def gather_rows(
     """Run ``reference.bf16_workspace.gather_rows`` as two kernels and a gather per cache.
 
     Workspace rows that no token sees are not initialised. ``enabled`` is 1 or 0, or a symbol with
-    one of these values. With 0 nothing is launched, and rows and lists are empty."""
+    one of these values. With 0, grids are empty, and so are rows and lists."""
     if not (isinstance(enabled, int) and enabled == 1):
         launch = launch.predicated(enabled)
     spans = find_spans(launch, call)

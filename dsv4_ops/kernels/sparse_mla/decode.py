@@ -43,7 +43,7 @@ WARPS = 8
 
 
 def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine.Splits:
-    """Attend to the splits of every token. Write the results of tokens with one split, and the
+    """Attend to the splits of each token. Write the results of tokens with one split, and the
     partial results of other tokens."""
     q, plan = call.q, call.plan
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
@@ -107,7 +107,7 @@ def row_format(launch: Launcher, call: DecodeCall | PrefillCall) -> tuple[int, .
 
 
 WIDTH = MainLayout.head_dim
-"""Values per row for which the kernels' tiles are made."""
+"""Number of values per row that the tiles of the kernels assume."""
 
 HALF_BLOCK_TIME = 0.6
 """Time of half a block relative to a block: 0.55 as measured, plus the time to combine more
@@ -131,10 +131,10 @@ def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
     """Return the keys in a unit, for splits of the Triton kernel: half a block if that shortens the
-    longest split, else a block. In the Hopper kernel, half a block takes as long as a block.
+    longest split, else a block. In the Hopper kernel, half a block would take as long as a block.
 
-    For symbolic sizes, which we must not guard, return half a block, because half blocks gain more
-    for small batches than they cost large batches."""
+    A comparison of symbolic sizes would add guards to a graph. For such sizes, return half a block,
+    because half blocks gain more for small batches than they cost large batches."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
         return KEY_TILE // 2
     whole, halves = (_longest_split(programs, widths, unit) for unit in (KEY_TILE, KEY_TILE // 2))
@@ -188,11 +188,12 @@ def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tenso
 
 
 def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
-    """Choose how to split tokens: by the plan, by lengths, or each into equally many splits."""
+    """Choose how to split the keys of tokens: by the plan, by the lengths, or into equally many
+    splits for each token."""
     num_tokens, tiles = call.q.shape[0], head_tiles(int(call.q.shape[1]), target.head_tile)
     if call.plan is not None:
         programs = call.plan.shape[0]
-        # a token with several splits has less than twice its share of the programs
+        # a token with n > 1 splits has n - 1 extra programs, and n is at most 2 (n - 1)
         return Work(on_hopper, KEY_TILE, 1, programs, 2 * (programs - num_tokens), None)
     num_splits, batch_invariant = call.num_splits, call.batch_invariant
     batch_decides = num_splits == 0 and not batch_invariant
@@ -210,7 +211,7 @@ def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
         return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
-    # if splits depend on the batch, a call with several splits has at most PROGRAMS programs
+    # if the batch decides, a call with several splits per token has at most PROGRAMS programs
     capacity = PROGRAMS if batch_decides else programs
     if isinstance(splits, int) and splits == 1:
         capacity = 0
@@ -229,5 +230,5 @@ hopper_split_keys = opaque_op.define(
     _call,
     lambda *args: empty_results(args[0]),
 )
-"""The op that makes all launches of a call. It sees the real sizes, also in a graph for any number
-of tokens."""
+"""The op that makes all launches of a call. It gets the real sizes, even in a graph that was
+compiled for any number of tokens."""

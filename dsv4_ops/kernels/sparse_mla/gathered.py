@@ -1,5 +1,5 @@
-"""Launch Hopper's kernel over lists of bf16 rows. The rows are a tensor, or a copy of FP8 rows of
-paged caches."""
+"""Launch Hopper's kernel that attends to listed bf16 rows. The rows are the caller's tensor, or a
+bf16 copy of FP8 rows of paged caches."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def _attend(launch: Launcher, by_size: bool, call: PrefillCall) -> tuple[Tensor,
 def launch_by_size(launch: Launcher, call: PrefillCall) -> tuple[Tensor, Tensor]:
     """Attend to the cache or to a bf16 copy of its rows, as ``dispatch/prefill.py`` decides.
 
-    With symbolic sizes the decision is a symbol. Both variants are then launched, one of them with
-    no programs.
+    With symbolic sizes the decision is a symbol. Then both variants are launched, and one of them
+    has empty grids.
     """
     use_copy = gathers(call._asdict())
     if isinstance(use_copy, int) and use_copy:
@@ -74,7 +74,7 @@ def launch_by_size(launch: Launcher, call: PrefillCall) -> tuple[Tensor, Tensor]
 
 
 def _splits(call: PrefillCall) -> Any:
-    """Return the number of splits of every token, as in a decode of this many tokens. For symbolic
+    """Return the number of splits of each token, as in a decode of this many tokens. For symbolic
     sizes, the number is a symbol. Without splits, few tokens would leave SMs idle."""
     window, q = call.window_size, call.q
     blocks = -(-window // KEY_TILE) - (window - prefilled(call._asdict())) // KEY_TILE

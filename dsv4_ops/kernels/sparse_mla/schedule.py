@@ -61,8 +61,9 @@ def _candidates(total, longest, programs):
 
 @triton.jit
 def _best_size(counts, sizes, total, longest, num_tokens, programs):
-    """Return the cheapest size; on a tie, the smallest size. If the longest token takes no more
-    time than a split and a combine, return a size that splits no token."""
+    """Return the cheapest size of a split; on a tie, the smallest size. If the longest token
+    exceeds the mean load of a program by less than the cost of a combine plus one tile, return a
+    size that splits no token."""
     index = tl.arange(0, _SIZES)
     counts = counts.to(tl.int64)  # _START times the programs could overflow int32
     shared, extra = total + _START * (counts - programs), counts - num_tokens
@@ -77,7 +78,8 @@ def _best_size(counts, sizes, total, longest, num_tokens, programs):
 
 @triton.jit
 def _class_members(tiles, mask, size):
-    """Return [tokens, _CLASSES] with 1 where a token belongs to a class; longest class first."""
+    """Return [tokens, _CLASSES] with 1 where a token belongs to a class. The first class has the
+    longest tokens."""
     shares = tl.minimum(tiles * (_CLASSES - 2) // size, _CLASSES - 2)
     token_class = tl.where(tiles > size, 0, _CLASSES - 1 - shares)
     is_member = token_class[:, None] == tl.arange(0, _CLASSES)[None, :]
@@ -102,8 +104,8 @@ def sparse_mla_plan_kernel(
 ):  # fmt: skip
     """Write the rows of a plan in the order of the reference. Only tokens of the first class have
     several splits, and their extra splits follow the order of tokens. Each pass loads the lengths
-    here and not in a function. The lengths decide where rows are stored, so torch would count
-    lengths that a function loads as written."""
+    here, not in a function. The lengths decide where rows are stored. So if a function loaded them,
+    torch would count the tensors of lengths as written."""
     wait_for_previous_kernel()
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4_ops.core.types import HyperConnection
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     multiply_add,
     round_to_bf16,
     widen,
@@ -20,13 +20,13 @@ from dsv4_ops.kernels.launcher import Launcher
 
 FEW_TOKENS = 16
 FEW, MANY = (16, 16, 4), (32, 64, 4)
-"""Columns of each stream, tokens, and warps of a program that computes products: for a small batch
-(256 programs with V4 Flash), and for a large or symbolic batch. On GPUs without ``large_tiles``,
-the tiles of a large batch need twice as many warps."""
+"""Columns of each stream, tokens, and warps of a program that computes products. FEW is for a small
+batch (256 programs with V4 Flash), MANY for a large or symbolic batch. On GPUs without
+``large_tiles``, the tiles of a large batch need twice as many warps."""
 
 MANY_STREAMS = 4
-"""With more streams, a program of a large batch has half as many tokens and the larger number of
-warps on every GPU. Otherwise a thread spills 0.5 to 4.5 KB of registers."""
+"""With more streams than this, a program of a large batch has half as many tokens, and twice as
+many warps on every GPU. Otherwise a thread would spill 0.5 to 4.5 KB of registers."""
 
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum number of programs for a large batch, and minimum and maximum column steps per program. A
@@ -34,14 +34,14 @@ program adds its steps to one partial sum. A program takes one step if the minim
 would leave too few programs."""
 
 STAGES = 2
-"""Column steps that are in shared memory at a time if a program takes several: Triton's pipeline
-of three stages."""
+"""Column steps that are in shared memory at a time if a program takes several steps: Triton's
+three-stage pipeline holds two."""
 
 END_WARPS = 8
 """Warps of a program that collapses the streams of a token, up to 4096 columns."""
 
 PARTS = {False: 128, True: 32}
-"""Number of partial sums that are added at a time; the key says whether programs take several
+"""Number of partial sums that are added at a time. The key says whether programs take several
 steps."""
 
 

@@ -1,1 +1,1 @@
-"""Parts of attention that several families share: splits, their combine, and the mainloop."""
+"""Parts of attention that several ops share: splits, their combine, and the mainloop."""

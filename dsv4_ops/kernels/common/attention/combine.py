@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import COMBINE_COLUMNS
 from dsv4_ops.kernels.arguments import rotation, strided
-from dsv4_ops.kernels.common.attention.mainloop import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.attention.mainloop import (  # by name: Inductor copies no modules
     denominator,
     log2_sum,
 )
@@ -40,7 +40,8 @@ def _combine(
         tensors: ``out`` and ``lse``; normalised values, log-sum-exps and scales of the splits; a
             sink per head; positions, their stride, the table of angles and its number of rows.
         token, head: The token and head to combine.
-        first_split, splits: The token's first partial result, and its number of splits.
+        first_split, splits: Index of the token's first partial result, and number of the token's
+            splits.
         num_heads: Number of heads.
         FLAGS: HAS_SINK; INVERSE_ROPE, to round the result and rotate its last ROPE values back;
             ROPE; HEAD_DIM; and WIDTH, the number of values that a program combines.
@@ -184,19 +185,20 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Number of values that inverse RoPE rotates, at the end of each row."""
 
 SMALL_STEP, STEP, MAX_STEP = 4, 8, 16
-"""Splits that are loaded together. With a list or a plan: SMALL_STEP if the token has at most
-SMALL_STEP splits, else STEP. With a known number of splits: up to MAX_STEP."""
+"""Splits that are loaded together. With a combine list or a plan: SMALL_STEP if the token has at
+most SMALL_STEP splits, else STEP. If all tokens have the same, known number of splits: up to
+MAX_STEP."""
 
 PROGRAMS, ROWS = 2048, 32
 """With a plan: target for the number of programs of all heads, and maximum rows per program. Each
 head has at most as many programs as there are tokens, unless the rows need more programs."""
 
 LIST_PROGRAMS = 1024
-"""With a list: maximum number of programs of all heads. Programs without work cost time."""
+"""With a combine list: maximum number of programs of all heads. Programs without work cost time."""
 
 WARPS = 2
-"""Warps of a program: each thread reads 8 values of a split. The number is the same for all
-batches, because the bits of a result must not depend on the batch."""
+"""Warps of a program: each thread reads 8 values of a split. All batches have the same number of
+warps, because the bits of a result must not depend on the batch."""
 
 
 def combine(
@@ -209,13 +211,14 @@ def combine(
     splits: int,
     parts: int = 1,
 ) -> None:
-    """Combine the splits of each token that has several; ``parts`` programs share a head."""
+    """Combine the splits of each token that has several splits. ``parts`` programs share a head of
+    a token: each program combines some of the head's values."""
     out, lse = results[:2]
     num_tokens, num_heads = out.shape[0], int(out.shape[1])
-    if plan is None:  # if ``splits`` is a symbol of value 1, one program per head does nothing
+    if plan is None:  # a symbolic ``splits`` may be 1: then one program per head does nothing
         rows = programs = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
         steps = (_step(splits, MAX_STEP * parts),) * 2
-    else:  # tokens with several splits come first in a plan, and each adds an extra row
+    else:  # a plan begins with the first splits of split tokens, each of which adds an extra row
         rows = plan.shape[0] - num_tokens
         max_programs = torch.sym_min(num_tokens, max(PROGRAMS // num_heads, 1))
         programs = torch.sym_max(max_programs, (rows + ROWS - 1) // ROWS)

@@ -1,5 +1,5 @@
-"""Mainloop of sparse MLA: a tile of heads of one token attends to blocks of keys. A row is both key
-and value.
+"""Mainloop of sparse MLA: a tile of heads of one token attends to blocks of keys. A row of a cache
+is both key and value.
 
 Triton's tensors have power-of-two sizes, so a row of 512 values is four tiles: codes 0..255,
 256..383 and 384..447, and the RoPE values. Each tile is dequantised to bf16 once, for both matrix
@@ -9,7 +9,7 @@ products.
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     convert_once,
     decode_scaled,
     multiply_add,
@@ -121,7 +121,7 @@ def unfused(values):
 @triton.jit
 def recompute(values):
     """Return int32 ``values``, but hide from the compiler that they were computed before. The
-    compiler then recomputes what follows from the values instead of holding it in registers."""
+    compiler then recomputes what depends on the values instead of holding it in registers."""
     if EMULATE:
         return values
     return tl.inline_asm_elementwise(
@@ -131,9 +131,9 @@ def recompute(values):
 
 @triton.jit
 def prefetch(pointers, mask):
-    """Prefetch the cache lines at these pointers into L2. The result is zeros, and must reach a
-    store. The assembly is declared pure, because torch does not analyse kernels with impure
-    assembly, and Triton drops pure assembly whose result is unused."""
+    """Prefetch the cache lines at these pointers into L2. The result is zeros, which the caller
+    must use in a store: the assembly is declared pure, because torch does not analyse kernels with
+    impure assembly, and Triton drops pure assembly whose result is unused."""
     flags = mask.to(tl.int32)
     if EMULATE:
         return flags * 0
@@ -150,8 +150,8 @@ def prefetch(pointers, mask):
 @triton.jit
 def prefetch_keys(rows, enabled, FORMAT: tl.constexpr):
     """If ``enabled``, prefetch what ``load_keys`` will read of these rows; return the zeros of
-    ``prefetch``. A row may begin anywhere in a line, so the line with the last bytes of the row may
-    not be prefetched."""
+    ``prefetch``. A row may begin anywhere in a line, so the prefetch can miss the line with the
+    row's last bytes."""
     ROW: tl.constexpr = FORMAT[0]
     ROW_BYTES: tl.constexpr = FORMAT[1]
     SCALE_BYTES: tl.constexpr = FORMAT[4]
@@ -195,13 +195,14 @@ def initial_state(HEADS: tl.constexpr):
 
 @triton.jit
 def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr):
-    """Return the state after one block of keys; ``scale`` includes log2(e).
+    """Return the state after one block of keys, whose index is ``block``; ``scale`` includes
+    log2(e).
 
     If a product feeds another product, Triton assigns all warps to rows. With 64 rows, half of the
     warps would then repeat the work of the other half. Triton does not look past the end of a
     branch, so the four products with keys are inside a branch. ``unfused`` keeps Triton from
-    turning the sum of the four products into a chain of products. Triton would remove the branches
-    if it knew that ``block`` is never negative.
+    turning the sum of the four products into a chain of products. ``block`` is never negative, but
+    Triton does not know that; otherwise it would remove the branches.
 
     MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product, including
     those with P, is then in a branch of its own, so that Triton assigns warps to both dimensions.
@@ -285,7 +286,7 @@ def amax_of(values):
 def scale_of(amax):
     """Return the scale of a partial result whose amax is ``amax``."""
     scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-    return tl.where(amax == float("inf"), 1.0, scale)  # a scale of 1 keeps finite values
+    return tl.where(amax == float("inf"), 1.0, scale)  # a scale of 1 preserves the finite values
 
 
 @triton.jit

@@ -23,14 +23,14 @@ from dsv4_ops.kernels.common.attention import combine
 from dsv4_ops.kernels.launcher import Launcher
 
 MIN_LANES = 32
-"""Minimum number of scheduler lanes, each for one token. Spare lanes delay a program by up to 0.7
-us."""
+"""Minimum number of lanes of the in-kernel scheduler. A lane holds one token. Unused lanes delay a
+program by up to 0.7 us, so ``num_lanes`` depends on the number of tokens."""
 
 MIN_UNITS = 4
-"""Lengths decide the splits if the lists of a token have at least this many key blocks."""
+"""Lengths decide the splits only if a token can have at least this many units of keys."""
 
 FIXED_SPLIT = 4
-"""Key blocks per split of a batch-invariant call."""
+"""Units of keys per split of a batch-invariant call."""
 
 
 class TileSchedule(NamedTuple):
@@ -40,7 +40,7 @@ class TileSchedule(NamedTuple):
         by_lengths: 1 to split tokens by their lengths, 0 to give every token the same number of
             splits; may be a symbol.
         programs: Programs per tile of heads.
-        wave: Programs that run at once.
+        wave: Programs per tile of heads that run at once.
         combine_list: int32 [1 + tokens, COMBINE_COLUMNS], where the kernel lists tokens with
             several splits.
     """
@@ -56,8 +56,8 @@ class Work(NamedTuple):
 
     Args:
         on_hopper: Whether the Gluon kernel runs the call.
-        unit: Keys per unit; a split is a whole number of units.
-        splits: Number of splits of every token, if there is neither a plan nor a schedule.
+        unit: Keys of a unit; a split is a whole number of units.
+        splits: Number of splits of each token, if there is neither a plan nor a schedule.
         programs: Programs per tile of heads.
         capacity: Maximum number of partial results; 0 if every token has one split.
         schedule: Arguments of the in-kernel scheduler, or None.
@@ -90,7 +90,7 @@ def num_splits_of(
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
     splits = (units + longest - 1) // longest  # more would not shorten the longest split
-    saved = units - longest  # must exceed the cost of a combine: one block
+    saved = units - longest  # must exceed the cost of a combine: KEY_TILE keys
     return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEY_TILE // unit))
 
 
@@ -129,8 +129,8 @@ def schedule_arguments_of(
 
 
 def num_lanes(num_tokens: int) -> int:
-    """Return the scheduler's lanes: a power of two, at least the number of tokens. For a symbol,
-    return the maximum."""
+    """Return the number of lanes of the scheduler: a power of two, at least the number of tokens.
+    For a symbolic number of tokens, return the maximum."""
     if not isinstance(num_tokens, int):
         return MAX_SCHEDULED_TOKENS
     return min(max(triton.next_power_of_2(num_tokens), MIN_LANES), MAX_SCHEDULED_TOKENS)

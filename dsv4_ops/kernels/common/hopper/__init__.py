@@ -1,1 +1,1 @@
-"""Parts of the Gluon kernels for Hopper that several families share."""
+"""Parts of the Gluon kernels for Hopper that several ops share."""

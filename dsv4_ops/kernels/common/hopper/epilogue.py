@@ -1,4 +1,5 @@
-"""Epilogue of the two partitions, which write the result of a token or of one of its splits."""
+"""Epilogue of the two partitions of ``mma.py``, which write the result of a token, or the partial
+result of a split."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -120,7 +121,7 @@ def amax_of(values):
 def scale_of(amax):
     """Return the scale of a partial result whose amax is ``amax``."""
     scale = gl.minimum(gl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-    return gl.where(amax == float("inf"), 1.0, scale)  # a scale of 1 keeps finite values
+    return gl.where(amax == float("inf"), 1.0, scale)  # a scale of 1 preserves the finite values
 
 
 @gluon.jit
@@ -150,8 +151,8 @@ def store_lse(lse, row, row_max, row_sum, heads):
 
 @gluon.jit
 def finish_left(acc, row_max, row_sum, blocks, output, heads, smem, HAS_SINK: gl.constexpr):
-    """Write the left half of the result, and ``lse``, of a token with one split. The stores are
-    staged in the memory of the queries, which are no longer needed."""
+    """Write ``lse`` and the left half of the result of a token with one split. The stores are
+    staged in the shared memory of the queries, which are no longer needed."""
     if HAS_SINK:
         async_copy.wait_group(0)
     inverse_sum = inverse_denominator(row_max, row_sum, smem.per_head.index(0), HAS_SINK)
@@ -181,7 +182,8 @@ def finish_right(
 
 @gluon.jit
 def finish_partial_left(acc, row_max, row_sum, blocks, partial, heads, smem):
-    """Write the left half of a split's partial result, normalised and divided by its scale."""
+    """Write the left half of a split's partial result, normalised and divided by the scale of the
+    partial result; also write the scale and the log-sum-exp."""
     p_free, q_smem = smem.barriers.p_free, smem.q.index(0)
     inverse_sum = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
     factor = gl.convert_layout(inverse_sum, ACC_ROW)

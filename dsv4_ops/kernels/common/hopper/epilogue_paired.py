@@ -1,5 +1,4 @@
-"""Epilogue of the two partitions that attend to pairs of key blocks. Each partition writes half of
-a result."""
+"""Epilogue of the two partitions of ``mma_paired.py``. Each partition writes half of a result."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,8 +14,8 @@ _STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @aggregate
 class GroupedRows:
-    """Output rows of a group of tokens: the first row, the number of rows before each gap, and the
-    size of a gap."""
+    """Rows of the partial results of a group of tokens: the first row, the number of adjacent rows
+    of a token (its heads), and the number of rows to skip between two tokens."""
 
     first: Scalar
     rows: Scalar

@@ -3,8 +3,9 @@ Each partition computes the logits and the softmax of one block of a pair, and a
 the output over both blocks.
 
 P tiles need no barrier of their own: a P tile is free when the KV half that P multiplies is free. A
-program may process several items, each a token and a tile of heads. Pairs and items (``iteration``)
-are counted from the start of the program, because barriers keep their phases from item to item.
+program may process several items; an item is a token and a tile of heads. A program counts pairs,
+and items (``iteration``), over all of its items, because barriers keep their phases from item to
+item.
 """
 
 from triton.experimental import gluon
@@ -60,9 +61,9 @@ class PairedBarriers:
 class PairedSmem:
     """Shared memory of a program.
 
-    KV of a pair of blocks is two tensors, the left and the right half of the rows. ``kv_valid``
-    holds the row of each key, -1 if the key does not exist. Row sums and sinks have two buffers,
-    for the current and the previous item.
+    ``kv`` has two tensors for the rows of a pair of blocks: one holds the left halves, the other
+    the right halves. ``kv_valid`` holds the row of each key, -1 if the key does not exist. Row sums
+    and sinks have two buffers, for the current and the previous item.
     """
 
     q: gl.shared_memory_descriptor
@@ -120,7 +121,8 @@ def allocate(ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _barrier(ARRIVALS: gl.constexpr):
-    """Allocate each barrier alone; barriers of one allocation synchronise all threads."""
+    """Allocate one barrier. It is alone in its allocation, because barriers of one allocation
+    synchronise all threads."""
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=ARRIVALS)
     return barrier
@@ -136,8 +138,8 @@ def _logits(
     HAS_ROPE: gl.constexpr,
 ):  # fmt: skip
     """Return the logits of a block; the half FIRST is multiplied first. With HAS_ROPE, keys have
-    RoPE columns beside their values, and ``rope`` is a ``Rope``. RoPE columns of the keys lie in
-    ``smem.p`` until P replaces them, and ``smem.kv_valid`` holds positions."""
+    RoPE columns beside their values, and ``rope`` is a ``Rope``. The RoPE columns of the keys lie
+    in ``smem.p`` until P replaces them, and ``smem.kv_valid`` holds the positions of the keys."""
     q_smem, kv_smem, kv_ready = smem.q.index(zero), smem.kv, smem.barriers.kv_ready
     zeros = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
     SECOND: gl.constexpr = 1 - FIRST
@@ -187,9 +189,9 @@ def _store_p(block: gl.constexpr, p_smem, p, p_ready):
 
 @gluon.jit
 def attend_even(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexpr):
-    """Return the left half of the accumulator over ``pairs`` pairs from ``first`` on, row_max, and
-    the row_sum of the first block of each pair. ``scale`` includes log2(e); ``rope`` is as in
-    ``_logits``."""
+    """Attend to ``pairs`` pairs from pair ``first`` on. Return the left half of the accumulator,
+    row_max, and the row_sum over the first block of each pair. ``scale`` includes log2(e);
+    ``rope`` is as in ``_logits``."""
     kv_smem, p_smem, row_max_smem = smem.kv, smem.p, smem.row_max
     barriers = smem.barriers
     kv_free, max_ready, p_ready = barriers.kv_free, barriers.max_ready, barriers.p_ready
@@ -227,8 +229,8 @@ def attend_even(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constex
 
 @gluon.jit
 def attend_odd(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexpr):
-    """Return the right half of the accumulator over all blocks, row_max, and the row_sum of the
-    second block of each pair."""
+    """Attend to the same pairs as ``attend_even``. Return the right half of the accumulator,
+    row_max, and the row_sum over the second block of each pair."""
     kv_smem, p_smem, row_max_smem = smem.kv, smem.p, smem.row_max
     barriers = smem.barriers
     kv_free, max_ready, p_ready = barriers.kv_free, barriers.max_ready, barriers.p_ready

@@ -1,4 +1,5 @@
-"""In-kernel split-KV tile scheduler: each program derives its work tile from all lengths.
+"""In-kernel split-KV tile scheduler: each program derives its work tile, one split of one token,
+from the lengths of all tokens.
 
 The scheduler needs no launch of its own. With the scheduler, the time of a ragged batch depends on
 the sum of the contexts, not on the longest context. Every warp computes the whole schedule, which
@@ -17,15 +18,16 @@ _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_S
 _START, _CLASSES = gl.constexpr(tiles.START_TILES), gl.constexpr(tiles.CLASSES)
 _LIST_COLUMNS = gl.constexpr(tiles.COMBINE_COLUMNS)
 _MOST_TILES = gl.constexpr(2**15)
-"""Maximum blocks per list, so that costs stay below _NEVER and splits are exact in float32."""
+"""Key blocks of a token are counted up to this number, so that costs stay below _NEVER and numbers
+of splits are exact in float32."""
 
 _NEVER = gl.constexpr(2**24)
 
 
 @aggregate
 class Grid:
-    """This program, the number of programs, and whether this program has the first tile of heads.
-    Programs with that tile write the combine list."""
+    """Index of this program, number of programs, and whether this program has the first tile of
+    heads. Programs with the first tile write the combine list."""
 
     program: Scalar
     programs: Scalar
@@ -42,8 +44,9 @@ class PerToken:
 
 @aggregate
 class Batch:
-    """For each token, the lengths of both lists and the request index; for all tokens, the widths
-    of both lists, the number of requests and the number of tokens."""
+    """For each token, the lengths of its two lists (window rows and extra rows) and its request
+    index; for all tokens, the widths of the two lists, the number of requests and the number of
+    tokens."""
 
     swa_lens: PerToken
     extra_lens: PerToken
@@ -80,18 +83,20 @@ def _extra_splits(tiles, size):
 
 @gluon.jit
 def _candidate_size(index, mean, longest):
-    """Return a candidate size of a split. There are four candidates per power of two, from the mean
-    to 12 times the mean. The last candidate splits no token."""
+    """Return a candidate size of a split. There are four candidates per power of two, from
+    ``mean``, the mean number of blocks per program, to 12 times ``mean``. The last candidate splits
+    no token."""
     size = ((mean * (_STEPS + index % _STEPS) << (index // _STEPS)) + _STEPS - 1) // _STEPS
     return gl.where(index == _SIZES - 1, longest, gl.minimum(size, longest))
 
 
 @gluon.jit
 def _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT: gl.constexpr):
-    """Return the cheapest size whose extra splits fit; on a tie, the smallest size.
+    """Return the cheapest size of splits, among the sizes for which there are enough free programs;
+    on a tie, the smallest size.
 
-    An extra split and a combine cost time; beyond one wave, the start of a work tile does too. All
-    programs wait for this function, so it is short.
+    An extra split and a combine cost time. Beyond one wave, the start of a work tile costs time
+    too. All programs wait for this function, so it is short.
     """
     index = gl.arange(0, _SIZES, gl.SliceLayout(1, LAYOUT))
     mean = gl.maximum((total + wave - 1) // wave, 1)
@@ -117,7 +122,7 @@ def schedule_by_lengths(
     Args:
         grid: A ``Grid``.
         batch: A ``Batch``.
-        wave: Programs that run at once.
+        wave: Programs per tile of heads that run at once.
         combine_list: int32 [1 + tokens, COMBINE_COLUMNS].
         TOKENS: A power of two, at least the number of tokens.
         TILE: Keys per block.
@@ -206,7 +211,7 @@ def _list_split_token(combine_list, list_row, token, splits, first_partial, mask
 
 @gluon.jit
 def schedule_evenly(grid, splits, combine_list):
-    """Return what ``schedule_by_lengths`` returns, but with ``splits`` splits for every token."""
+    """Return what ``schedule_by_lengths`` returns, but with ``splits`` splits for each token."""
     program, programs, is_writer = grid.program, grid.programs, grid.is_writer
     token, split = program // splits, program % splits
     is_first_split = is_writer & (split == 0)

@@ -11,7 +11,7 @@ from dsv4_ops.kernels.common.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 
 ROPE = gl.constexpr(64)
-"""RoPE columns of a row: as many as the keys of a block, so that a RoPE tile fits into a P tile."""
+"""RoPE columns of a row: as many as a block has keys, so that a RoPE tile fits into a P tile."""
 
 NO_POSITION = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
@@ -98,8 +98,8 @@ def _copy_tile(tile, rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
 def clear_nonfinite(tile, bad_rows, is_masked, GROUP: gl.constexpr):
     """Replace NaN and infinity in a tile of values by 0 if some tokens do not see all rows
     (``is_masked``). P is 0 where a token does not see a row, and 0 times NaN or infinity would be
-    NaN. Return which rows have had such values so far. ``poison_rope`` then makes the result of
-    tokens that see such a row NaN."""
+    NaN. Return ``bad_rows``: which rows had NaN or infinity in this tile or in an earlier one.
+    ``poison_rope`` then makes the results of tokens that see a bad row NaN."""
     EXPONENT: gl.constexpr = _BF16_EXPONENT if tile.dtype == gl.bfloat16 else _FLOAT16_EXPONENT
     if GROUP > 1:
         if is_masked:
@@ -159,9 +159,9 @@ def arrive_after_copies(barrier):
 
 @gluon.jit
 def copy_pairs(pages, pairs, full_pairs, smem, GROUP: gl.constexpr):
-    """Fill the buffers in the order of their use, as one partition. All tokens of the group see all
-    rows of the first ``full_pairs`` pairs. The RoPE tile of a block is loaded into the block's P
-    tile. A P tile is free when the KV half that P multiplies last is free."""
+    """Run as one partition: fill the buffers in the order of their use. All tokens of the group see
+    all rows of the first ``full_pairs`` pairs. The RoPE tile of a block is loaded into the block's
+    P tile. A P tile is free when the KV half that P multiplies last is free."""
     kv_smem, kv_valid_smem, p_smem = smem.kv, smem.kv_valid, smem.p
     kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free
     next_even = load_entries(pages, 0, COPY_ROW)

@@ -1,4 +1,5 @@
-"""Dense MLA decode in Gluon: one partition produces keys, two attend to pairs of blocks.
+"""Dense MLA decode in Gluon: one partition produces keys, and two partitions attend to pairs of
+blocks.
 
 A row is three tiles: both halves of the latent, which are also the values, and the RoPE columns.
 Once the logits of a block are computed, P of the block replaces the block's RoPE tile in shared
@@ -72,8 +73,8 @@ class Queries:
 
 @aggregate
 class Tile:
-    """Query rows of a program. A group of ``tokens`` tokens from ``token`` on has a row per token
-    and head; the program's rows begin at row ``first_head`` of the group."""
+    """Query rows of a program. A group is the ``tokens`` tokens from token ``token`` on. It has a
+    row per token and head, and the program's rows begin at row ``first_head`` of the group."""
 
     token: Scalar
     first_head: Scalar
@@ -83,8 +84,8 @@ class Tile:
 
 @aggregate
 class Split:
-    """A split of a token, the token's number of splits, and the index of its first partial
-    result."""
+    """The index of the token's first partial result, the token's number of splits, and the index of
+    this split."""
 
     first_partial: Scalar
     splits: Scalar
@@ -218,8 +219,8 @@ def _row_lengths(lens, tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
-    """Return the amax over both halves of each row. The partitions exchange their amax with the P
-    barriers, because a partition could miss a phase of the row-sum barriers."""
+    """Return the amax over both halves of each row. The partitions meet at the barriers of P, not
+    at those of ``reduce_row_sum``, of which a partition could miss a phase."""
     amax_smem, p_ready = smem.row_sum, smem.barriers.p_ready
     amax_smem.index(2 + block).store(amax)
     mbarrier.arrive(p_ready[block])
@@ -353,8 +354,9 @@ def hopper_mla_decode_kernel(
     SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token, or of a group of tokens of one request, over one split of
-    the keys. Arguments are those of ``mla_decode_kernel``; the values of a query are contiguous,
-    and queries and rows begin at multiples of 16 bytes. A split is a whole number of block pairs.
+    the keys. The arguments are those of ``mla_decode_kernel``. The values of a query are
+    contiguous, and queries and rows begin at multiples of 16 bytes. A split is a whole number of
+    block pairs.
     With SCHEDULED, LANES is at least the number of tokens, and GROUP is 1. The TILES head tiles of
     a split run at the same time, so that all but one of them read the keys from the L2."""
     wait_for_previous_kernel()

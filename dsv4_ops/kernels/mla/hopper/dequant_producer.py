@@ -2,8 +2,8 @@
 values for rows with scales.
 
 The producer loads half of the latents of a block at a time. A thread then holds 64 codes of each of
-two rows, and eight codes of the RoPE columns. The next half is loaded while the current half is
-stored.
+two rows, and 16 codes of the RoPE columns of each. The next half is loaded while the current half
+is stored.
 """
 
 from triton.experimental import gluon
@@ -126,9 +126,10 @@ def prefetch_line(address, valid):
 
 @gluon.jit
 def _prefetch(pages, block, entries):
-    """Prefetch the pages that begin in a block of keys, or the rows of the block if a page has more
-    rows. Do nothing if such a page may end within a block. With ``slots``, prefetch rows by lines,
-    because a warp issues bulk prefetches one at a time, but prefetches many lines at once."""
+    """Prefetch the pages that begin in a block of keys. If a page has more rows than a block,
+    prefetch the rows of the block, or nothing if a page may end within a block. With ``slots``,
+    prefetch rows by lines, because a warp issues bulk prefetches one at a time, but prefetches many
+    lines at once."""
     ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
     if pages.slots:
         rows = locate_rows(pages, block, entries, WORD_ROW)

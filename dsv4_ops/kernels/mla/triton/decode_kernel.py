@@ -12,7 +12,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (
     unfused,
 )
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies no modules
     convert_once,
     decode,
     decode_to_bf16,
@@ -109,12 +109,13 @@ def mla_decode_kernel(
     query rows of a group are the heads of its tokens. The TILES tiles of rows of a split run at the
     same time, so that all but one of them read the keys from the L2.
 
-    A group begins every GROUP tokens from ``query_start_loc`` on, and after a token of another
-    request. The program of the group's first token computes the group; the programs of the other
-    tokens return early. With one split, a program writes the result. With several splits, a program
-    writes the normalised accumulator, divided by ``partial_scale``, to ``partial``. FORMAT of rows
-    is 0 for values, 1 for codes, and 2 for codes with scales, followed by RoPE values. With SLOTS,
-    ``block_table`` lists the slots of every token instead of the blocks of a request.
+    A new group begins after every GROUP tokens, counted from ``query_start_loc``, and after a token
+    of another request. The program of the group's first token computes the group; the programs of
+    the other tokens return early. With one split, a program writes the result. With several splits,
+    a program writes the normalised accumulator, divided by ``partial_scale``, to ``partial``.
+    FORMAT of rows is 0 for values, 1 for codes, and 2 for codes with scales, followed by RoPE
+    values. With SLOTS, ``block_table`` lists the slots of each token instead of the blocks of a
+    request.
     """
     wait_for_previous_kernel()
     program, head_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES

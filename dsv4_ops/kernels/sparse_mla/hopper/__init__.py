@@ -1,1 +1,1 @@
-"""The kernels in Gluon, for Hopper."""
+"""The kernels of sparse MLA in Gluon, for Hopper."""

@@ -63,8 +63,8 @@ def list_length(lists, item):
 
 @gluon.jit
 def pairs_of(length):
-    """Return the number of pairs of blocks of a list: at least one, in which the partitions
-    synchronise."""
+    """Return the number of pairs of blocks of a list: at least one, because the partitions
+    synchronise within a pair."""
     return gl.maximum((length + (2 * KEYS - 1)) // (2 * KEYS), 1)
 
 
@@ -79,7 +79,8 @@ def _load_entries(lists, item, block):
 
 @gluon.jit
 def _valid_rows(rows, entries, block, length):
-    """Return the entries that are valid rows; -1 for other entries, and past the list's length."""
+    """Return the entries that are valid row numbers; -1 for other entries and for entries past the
+    list's length."""
     column = block * KEYS + gl.arange(0, KEYS, _ROW)
     return gl.where((column < length) & (entries >= 0) & (entries < rows.num_rows), entries, -1)
 
@@ -128,12 +129,12 @@ def _copy_queries(q, item, iteration, lists, smem, HAS_SINK: gl.constexpr):
 
 @gluon.jit
 def copy_items(q, rows, lists, items, smem, HAS_SINK: gl.constexpr):
-    """Fill the buffers for one item after the other, as one partition.
+    """Run as one partition: fill the buffers for one item after the other.
 
     Halves of blocks are copied in the order of their use; rows that do not exist become zeros. The
     queries of an item are copied after the item's first keys, so that these keys need not wait for
-    the previous item. The other partitions copy the queries of the first item, because they would
-    wait anyway. List entries are loaded while earlier copies run.
+    the end of the previous item. The MMA partitions copy the queries of the first item, because
+    they would wait anyway. List entries are loaded while earlier copies run.
     """
     kv_smem, kv_valid_smem = smem.kv, smem.kv_valid
     kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free

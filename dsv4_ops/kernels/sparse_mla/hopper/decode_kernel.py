@@ -93,8 +93,8 @@ def count_blocks(first, stop, swa_tiles):
 
 @gluon.jit
 def _columns(split, block, FIRST: gl.constexpr):
-    """Return the list columns of half a block of keys, whether the list is the window's, and the
-    end of this split in that list."""
+    """Return the list columns of half a block of keys, whether the list is the window's or the
+    extra list, and the column of this list at which the split ends."""
     first, stop, swa_tiles = split.first, split.stop, split.swa_tiles
     in_window = block < split.window_blocks
     extra_block = gl.maximum(first, swa_tiles) + (block - split.window_blocks)
@@ -161,7 +161,8 @@ def attend_and_finish_left(
     q, smem, blocks, attn_sink, output, partial, splits, heads,
     SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
-    """Attend, and write the left half of the result; with several splits, of a partial result."""
+    """Attend, and write the left half of the result or, with several splits, of a partial
+    result."""
     if HAS_SINK:
         if splits == 1:
             copy_sinks(smem.per_head.index(0), attn_sink, output.first_head, heads)
@@ -183,7 +184,7 @@ def attend_and_finish_right(
     load_half_queries(smem, q, heads, WIDTH)
     position = gl.to_tensor(0).to(gl.int64)
     if INVERSE_ROPE:
-        position = gl.load(rotation.position)  # loaded early, like the sinks
+        position = gl.load(rotation.position)  # a load at the end would delay the results
     acc = attend_right(blocks, smem)
     if splits == 1:
         finish_right(acc, blocks, output, rotation, position, heads, smem, INVERSE_ROPE)
@@ -198,7 +199,7 @@ def _dequantise_rows(sources, blocks, smem, SCALE_BYTES: gl.constexpr):
 
 @gluon.jit
 def _tiles(length):
-    """Return the number of key blocks of a list; the largest int32 length does not overflow."""
+    """Return the number of key blocks of a list, without an overflow for any int32 length."""
     return length // KEYS + gl.where(length % KEYS > 0, 1, 0)
 
 
@@ -223,10 +224,10 @@ def hopper_split_keys_kernel(
     SCHEDULED: gl.constexpr, LANES: gl.constexpr, INVERSE_ROPE: gl.constexpr, ROW: gl.constexpr,
     SCALE_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of one token over one split of its keys. Arguments are those of
-    ``split_keys_kernel``; ``q_dim_stride`` is 1, and a split is a whole number of blocks. LANES is
-    at least the number of tokens that are scheduled by their lengths. A program returns early if
-    its row of the plan holds no split."""
+    """Compute the attention of one token over one split of its keys. The arguments are those of
+    ``split_keys_kernel``; ``q_dim_stride`` is 1, and a split is a whole number of blocks. If the
+    kernel schedules tokens by their lengths, LANES is at least the number of tokens. A program
+    returns early if its row of the plan holds no split."""
     wait_for_previous_kernel()
     if HAS_PLAN:
         tile = plan + gl.program_id(0).to(gl.int64) * plan_stride

@@ -130,8 +130,8 @@ def _concatenate(left, right):
 
 @gluon.jit
 def store_half(kv_tile, FIRST: gl.constexpr, words):
-    """Dequantise half a block into rows FIRST and up of a buffer, in one store, because two stores
-    would have a barrier between them."""
+    """Dequantise half a block into rows FIRST and up of a buffer. Use one store, because the
+    compiler would put a barrier between two stores."""
     left = _widen(words.codes0, words.scales0, 0, 4)
     middle = _widen(words.codes1, words.scales1, 0, 2)
     right = _widen(words.codes2, words.scales1, 2, 1)
@@ -145,12 +145,12 @@ def dequantise(
     LOAD_ENTRIES: gl.constexpr, LOCATE_ROWS: gl.constexpr, SCALE_BYTES: gl.constexpr,
     sources, blocks, smem,
 ):  # fmt: skip
-    """Fill the KV buffers, as one partition.
+    """Run as one partition: fill the KV buffers.
 
     ``LOAD_ENTRIES(sources, block, FIRST)`` loads the list entries of half a block; ``LOCATE_ROWS``
     turns entries into ``LocatedRows``. Rows are located one block after their entries are loaded,
-    because the first use of a loaded value waits for the load. ``sources`` has the bytes of a row;
-    SCALE_BYTES is the number of bytes of a row's scales.
+    because the first use of a loaded value waits for the load. ``sources.row_bytes`` is the number
+    of bytes of a row; SCALE_BYTES is the number of bytes of a row's scales.
 
     The first half of a block is loaded after the first half of the previous block is stored; the
     second half is loaded at the start of the block. If both halves were loaded at once, the matrix

@@ -1,6 +1,6 @@
-"""Attention of every token to listed bf16 rows, for Hopper, with one persistent program per SM. One
-partition copies, and two attend. The keys of the next item are copied while the results of the
-current item are written."""
+"""Attention of each token to listed bf16 rows, for Hopper, with one persistent program per SM. One
+partition copies, and two partitions attend. An item is a token and a tile of heads. The keys of the
+next item are copied while the results of the current item are written."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -95,8 +95,8 @@ def hopper_gathered_keys_kernel(
     width, num_tokens, num_heads,
     SOFTMAX_SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of every token over its list of rows. Rows and queries begin at
-    multiples of 16 bytes; their values are contiguous."""
+    """Compute the attention of each token over its list of rows. Rows and queries begin at
+    multiples of 16 bytes, and the values of each are contiguous."""
     wait_for_previous_kernel()
     smem = allocate(COPY_THREADS + 1)
     num_heads = gl.to_tensor(num_heads)

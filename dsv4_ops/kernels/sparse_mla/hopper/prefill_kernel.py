@@ -99,8 +99,8 @@ def load_entries(sources, block, FIRST: gl.constexpr):
 
 @gluon.jit
 def locate_rows(sources, block, FIRST: gl.constexpr, entries):
-    """Return the ``LocatedRows`` of the entries. Numbers are unsigned here, so that negative blocks
-    lie past every block, and divisions are shifts."""
+    """Return the ``LocatedRows`` of the entries. Block numbers and rows are unsigned here, so that
+    negative numbers lie past every block, and divisions are shifts."""
     span, swa, extra = sources.span, sources.swa, sources.extra
     cache, page_stride, blocks = swa.cache, swa.page_stride, swa.blocks
     pages, step, columns = swa.table_row, swa.step, swa.columns
@@ -175,9 +175,9 @@ def hopper_prefill_keys_kernel(
     HAS_EXTRA: gl.constexpr, HAS_TOPK: gl.constexpr, HAS_SINK: gl.constexpr, ROW: gl.constexpr,
     SCALE_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of one token over one of ``splits`` splits of its keys. Arguments are
-    those of ``prefill_keys_kernel``; ``q_dim_stride`` is 1. With several splits a program writes a
-    partial result."""
+    """Compute the attention of one token over one of ``splits`` splits of its keys. The arguments
+    are those of ``prefill_keys_kernel``; ``q_dim_stride`` is 1. With several splits, a program
+    writes a partial result."""
     wait_for_previous_kernel()
     token = (gl.program_id(0) // splits).to(gl.int64)
     split = gl.program_id(0) % splits
@@ -195,7 +195,7 @@ def hopper_prefill_keys_kernel(
     if HAS_EXTRA:
         visible = length // COMPRESS_RATIO
         if HAS_TOPK:
-            # the first tokens of a request see few rows
+            # end at the last visible row: the first tokens of a request see few rows
             extra_len = _visible_length(topk_row, topk_column_stride, topk, visible, LISTED)
         else:
             capacity = gl.to_tensor(max_extra_blocks).to(gl.int64) * EXTRA_BLOCK_SIZE

@@ -1,1 +1,1 @@
-"""The kernels in Triton, for GPUs other than Hopper and for plain caches."""
+"""The kernels of sparse MLA in Triton, for GPUs other than Hopper and for plain caches."""

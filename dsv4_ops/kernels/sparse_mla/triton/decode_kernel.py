@@ -28,8 +28,9 @@ def locate_rows(
 ):
     """Return the rows of a block that begins at ``unit``, as ``load_keys`` takes them.
 
-    A block ends with its split, or with the window. Entries of lists are unsigned here, so that
-    negative slots lie past every block of the cache, and divisions are shifts.
+    A block has at most KEYS keys, and ends early where its split or the window ends. Entries of
+    lists are unsigned here, so that negative slots lie past every block of the cache, and divisions
+    are shifts.
 
     Args:
         unit, swa_units, stop: First unit of the block, number of units of the window, end of the
@@ -169,7 +170,7 @@ def split_keys_kernel(
         _, _, _, _, kv_valid, _ = rows
         state = attend(queries, state, keys, kv_valid, scale, unit, MMA_SYNC)
         unit = next_unit
-    if (UNIT < KEYS) & (unit < stop):  # an odd unit takes half the time of a block
+    if (UNIT < KEYS) & (unit < stop):  # a last single unit takes half the time of a block
         rows = locate_rows(unit, swa_units, stop, swa, extra, SIZES, UNIT, UNIT)
         keys = load_keys(rows, FORMAT, MMA_SYNC)
         _, _, _, _, kv_valid, _ = rows

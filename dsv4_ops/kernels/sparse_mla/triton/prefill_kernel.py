@@ -28,8 +28,8 @@ def _locate_rows(
 ):
     """Return the rows of a block of keys, as ``load_keys`` takes them.
 
-    Numbers are unsigned here, so that negative blocks lie past every block of the cache, and
-    divisions are shifts.
+    Block numbers and rows are unsigned here, so that negative numbers lie past every block of the
+    cache, and divisions are shifts.
 
     Args:
         tile, swa_tiles: Index of the block of keys, and number of blocks of the window.
@@ -100,8 +100,8 @@ def prefill_keys_kernel(
     FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, MMA_SYNC: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token over its keys, for a tile of heads. The window's blocks
-    come first, then blocks of compressed rows: of all rows that the token sees, or with HAS_TOPK of
-    the selected rows."""
+    come first, then blocks of compressed rows: all rows that the token sees or, with HAS_TOPK, the
+    selected rows among them."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
