@@ -1,4 +1,4 @@
-"""Split prefill requests into chunks that fit the workspace, and find the key rows that every query
+"""Split prefill requests into chunks that fit the workspace, and find the key rows that each query
 row may see.
 
 The chunk plan is greedy but needs no loop. Adjacent requests form groups that fit. If a group fits,

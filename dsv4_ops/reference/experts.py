@@ -86,7 +86,7 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     keys = torch.where(present, ids, num_experts)
     ordered, order = torch.sort(keys, stable=True)
     experts = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
-    # no search, because the unrolled steps of a search may not cover all rows
+    # not a search, whose steps a compiler unrolls: their number may not suffice for all rows
     start = (ordered[None] < experts[:, None]).sum(1, dtype=torch.int32)
     stop = (ordered[None] <= experts[:, None]).sum(1, dtype=torch.int32)
     blocks = (stop - start + block_size - 1) // block_size

@@ -65,11 +65,11 @@ def _tiles(lens: Tensor) -> Tensor:
 def _split_size(tiles: Tensor, programs: int) -> Tensor:
     """Choose the split size, in key tiles, with the least expected time.
 
-    Candidates are 15 sizes from the mean load of a program up to 12 times this load, and the
-    longest token. A candidate must not need more extra splits than there are free programs, or than
-    a fixed share of all programs if this share is larger. The expected time is the time to combine
-    plus the larger of two times: the time of one split, and a program's share of all splits with
-    their start-up costs. Ties go to the smallest size. No token is split if the longest token
+    Candidates are 15 sizes from the mean load of a program up to 12 times this load, and the length
+    of the longest token. A candidate must not need more extra splits than there are free programs,
+    or than a fixed share of all programs if this share is larger. The expected time is the time to
+    combine plus the larger of two times: the time of one split, and a program's share of all splits
+    with their start-up costs. Ties go to the smallest size. No token is split if the longest token
     exceeds the mean load by less than the cost of a combine plus one tile."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)

@@ -13,7 +13,7 @@ Device functions take groups of arguments as tuples, which have the same entries
 - ``FORMAT``: the format of rows: rows per block, head dimension, number of coded values, values per
   scale, bytes of values, bytes of scales (0: a plain row), whether scales are fp32, and CONVERTS
   of ``fp8.py``;
-- ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see their ``pooling.py``.
+- ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE``: see ``kernels/compressor/pooling.py``.
 
 In a launch, a group of constants may be a tuple, because neither the launch nor Inductor's analysis
 looks into constants.

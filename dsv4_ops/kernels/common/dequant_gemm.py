@@ -48,7 +48,7 @@ def step_size(fp4: bool) -> int:
 
 def byte_rows(weight: Tensor) -> Tensor:
     """Return a weight as bytes. A misaligned weight is copied, because kernels load rows as int32.
-    The copy is of bytes: before 8.9 Triton has no pointers to e4m3 values."""
+    The copy is of bytes, because on GPUs before 8.9 Triton has no pointers to e4m3 values."""
     weight = weight.view(torch.uint8)
     offsets = (weight.storage_offset(), *weight.stride()[:-1])
     if weight.stride(-1) != 1 or any(offset % 16 != 0 for offset in offsets):

@@ -93,9 +93,9 @@ def _look_up(words, low, high, WARPS: tl.constexpr):
 
 @triton.jit
 def _code_tile(words, low, high, WARPS: tl.constexpr):
-    """Return e4m3 [ROWS, 128] in tile order from 16 words of each row. Each e2m1 code is looked up
-    in the table of the code's scale. A table has eight e4m3 codes, the bytes of ``low`` and
-    ``high``. The four words of a thread are adjacent and share a scale."""
+    """Return e4m3 [ROWS, 128], with rows in the order of ``tile_rows``, from 16 words of each row.
+    Each e2m1 code is looked up in the table of the code's scale. A table has eight e4m3 codes, the
+    bytes of ``low`` and ``high``. The four words of a thread are adjacent and share a scale."""
     if EMULATE:
         return _look_up(words, low, high, WARPS)
     ROWS: tl.constexpr = words.shape[0]

@@ -1,5 +1,5 @@
 """Route tokens to experts. The first kernel multiplies by the router's weight, in splits of K. In
-the second kernel, a program per token adds the splits and selects the top k."""
+the second kernel, a program per token adds the partial sums of the splits and selects the top k."""
 
 import torch
 import triton

@@ -1,1 +1,1 @@
-"""Adapters of FlashMLA and DeepGEMM; see ``kernels/opaque_op.py``."""
+"""Adapters of FlashMLA, DeepGEMM and torch's ``_scaled_mm_v2``; see ``kernels/opaque_op.py``."""

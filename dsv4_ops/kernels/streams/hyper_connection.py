@@ -38,7 +38,7 @@ STAGES = 2
 three-stage pipeline holds two."""
 
 END_WARPS = 8
-"""Warps of a program that collapses the streams of a token, up to 4096 columns."""
+"""Warps of a program that collapses the streams of a token, if a stream has up to 4096 columns."""
 
 PARTS = {False: 128, True: 32}
 """Number of partial sums that are added at a time. The key says whether programs take several

@@ -3,9 +3,9 @@ Each partition computes the logits and the softmax of one block of a pair, and a
 the output over both blocks.
 
 P tiles need no barrier of their own: a P tile is free when the KV half that P multiplies is free. A
-program may process several items; an item is a token and a tile of heads. A program counts pairs,
-and items (``iteration``), over all of its items, because barriers keep their phases from item to
-item.
+program may process several items; an item is a token and a tile of heads. The numbers of pairs and
+of items (``iteration``) start at 0 once per program, not once per item, because barriers keep their
+phases from item to item.
 """
 
 from triton.experimental import gluon

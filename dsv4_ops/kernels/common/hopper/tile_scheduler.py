@@ -166,8 +166,8 @@ def _work_tile(
     TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return the number of tokens with several splits, how many of them come before this program's
-    token, and the work tile. Splits are in the order of tokens; beyond one wave, in the order of
-    classes, and of tokens within a class."""
+    token, and the work tile. Programs take splits in the order of tokens; beyond one wave, in the
+    order of classes, and within a class in the order of tokens."""
     SCAN_LAYOUT: gl.constexpr = gl.BlockedLayout([TOKENS // 32], [32], [4], [0])
     lane = gl.arange(0, TOKENS, SCAN_LAYOUT)
     token_tiles = gl.convert_layout(tiles, SCAN_LAYOUT)
