@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.baselines import vllm_metadata
 from benchmarks.harness.work import Args
 from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.kernels.external.deep_gemm import settings_of
 
 
 def load(folder: Path) -> Any:
@@ -31,12 +31,13 @@ def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable
     """Compute logits of an input set. All sets share lengths; logits past them are undefined."""
     lens = sets[0][3]
     plan = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
+    function = library.fp8_fp4_paged_mqa_logits
+    settings = settings_of(function)
 
     def call(q: Tensor, k_cache: Tensor, weights: Tensor, lens: Tensor, table: Tensor) -> Tensor:
-        found: Tensor = library.fp8_fp4_paged_mqa_logits(
+        found: Tensor = function(
             q=(q, None), kv_cache=k_cache, weights=weights, context_lens=lens, block_table=table,
-            schedule_meta=plan, max_context_len=table.shape[1] * block_size, clean_logits=False,
-            logits_dtype=torch.float32,
+            schedule_meta=plan, max_context_len=table.shape[1] * block_size, **settings,
         )  # fmt: skip
         return found
 

@@ -8,6 +8,10 @@ kernels when they first run, and its functions are no torch ops, so no package c
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,16 +82,25 @@ def _logits(
     view = IndexerLayout(block_size).kernel_view(k_cache)
     rest = (weights, lens, pages, schedule, columns)
     if hasattr(library, "fp8_fp4_paged_mqa_logits"):
-        logits = library.fp8_fp4_paged_mqa_logits(
-            (q[:, None], None), view, *rest, clean_logits=False
-        )
+        function, queries = library.fp8_fp4_paged_mqa_logits, (q[:, None], None)
     else:
-        logits = library.fp8_paged_mqa_logits(q[:, None], view, *rest, clean_logits=False)
+        function, queries = library.fp8_paged_mqa_logits, q[:, None]
+    logits = function(queries, view, *rest, **settings_of(function))
     if columns == num_rows:
         return logits[:, :num_rows].contiguous()
     padded: Tensor = weights.new_empty((num_tokens, num_rows))
     padded[:, :columns] = logits[:, :columns]
     return padded
+
+
+@functools.cache
+def settings_of(function: Callable[..., Any]) -> dict[str, bool]:
+    """Return settings that leave logits past a token's length undefined. DeepGEMM 2.8 always does;
+    functions of earlier releases have a setting for it, and no signature."""
+    with contextlib.suppress(ValueError):
+        if "clean_logits" not in inspect.signature(function).parameters:
+            return {}
+    return {"clean_logits": False}
 
 
 def _logits_fake(q: Tensor, *rest: Any) -> Tensor:
