@@ -58,7 +58,7 @@ def step_bytes(config: Mapping[str, Any], requests: int, tokens: int, context: i
     """Return the maximum bytes that an eager step holds at once: a decode if ``tokens`` is 1, else
     a prefill. Each request has ``tokens`` new tokens at the end of its context.
 
-    Layers of a kind hold equal bytes, one after the other, so a few layers stand for all.
+    A layer frees its tensors before the next one runs, so more layers of a kind need no more bytes.
     """
     from dsv4_ops.integrations import transformers as v4
 

@@ -31,14 +31,14 @@ _STOCK_STEPS = 5
 
 @dataclass(kw_only=True)
 class ModelRow:
-    """A step of a model. ``*_ms`` are intervals between calls; the host never waits for results."""
+    """A step of a model. A field ``*_ms`` without a comment is the time from a call to the next."""
 
     batch: int
     context: int
     layers: int
     weights_gb: float
     stock_ms: float | None = None
-    stock_busy_ms: float | None = None
+    stock_busy_ms: float | None = None  # sum of all kernels' times, as busy_ms
     stock_kernels: int | None = None
     stock_error: str | None = None
     stock_compiled_ms: float | None = None

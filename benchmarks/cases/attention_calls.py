@@ -86,6 +86,6 @@ def plan_and_decode_paged(*tensors: Any) -> SparseMla:
 
 
 def plan_of(args: Args, lens: int) -> Tensor:
-    """Make a plan; ``lens`` is the place of the numbers of compressed rows in ``args``."""
+    """Make a plan; ``args[lens]`` has the number of compressed rows of every token."""
     plan: Tensor = dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1])
     return plan

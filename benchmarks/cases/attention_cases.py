@@ -138,7 +138,7 @@ def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) ->
 
 
 def planned(build: Callable[[torch.device], Work], lens: int, device: torch.device) -> Work:
-    """Build the case with a plan; ``lens`` is the place of the numbers of compressed rows."""
+    """Build the case with a plan; argument ``lens`` has the numbers of compressed rows."""
     work = build(device)
     return dataclasses.replace(work, sets=[(*args, plan_of(args, lens)) for args in work.sets])
 

@@ -78,7 +78,7 @@ def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows:
 
 
 class _Rows(NamedTuple):
-    """Rows of a request, the number that FlashMLA gets, and each token's rows (-1: none)."""
+    """Rows of a request, how many of them FlashMLA gets, and the rows of each token (-1: none)."""
 
     cache: Tensor
     table: Tensor
@@ -140,8 +140,8 @@ def prefill_work(
 def _compressed(
     draw: AttentionDraw, shape: Shape, context: Context, selectable: int, table_rows: int
 ) -> _Rows:
-    """Make the compressed rows of the request: a selection among the first rows, or all rows that
-    a token sees. If the block table has more rows, it fits a longer request."""
+    """Make the compressed rows of the request: a selection among the first rows, or all rows that a
+    token sees. A table of more than its rows is as wide as a longer request would need."""
     size = PAGES[context.ratio]
     cache, table = draw.cache(size, (1, -(-context.compressed // size)))
     table = pad(table, (0, max(0, table_rows // size - table.shape[1])), value=-1)

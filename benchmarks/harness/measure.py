@@ -185,7 +185,7 @@ class OpBench:
         return {}
 
     def measure(self, case: Case) -> OpRow:
-        """Check and time one case. The row gets a failure, which is raised at the end."""
+        """Check and time one case. An error goes into the row, and the run raises it at its end."""
         start = time.perf_counter()
         row = OpRow(
             case=case.case, shape=case.shape, variant=case.variant, requests=case.requests,
