@@ -1,6 +1,6 @@
-"""``dsa_layer``: what a layer without an indexer attends to, what padding leaves alone, errors.
+"""``dsa_layer``: layers with and without an indexer, padding, and errors.
 
-That it selects and attends as Hugging Face's layers do is in transformers/test_deepseek_v32.py."""
+transformers/test_deepseek_v32.py tests that layers select and attend as Hugging Face's do."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,13 +29,13 @@ SPEC = DsaSpec(
 
 
 def sampled(rows, *shape, seed=0, dtype=torch.float32):
-    """The first rows of a tensor that depends on the other sizes and the seed."""
+    """Return the first rows of a random tensor, which depends on the other sizes and the seed."""
     values = torch.randn(600, *shape, generator=torch.Generator().manual_seed(seed))
     return values[:rows].to(dtype)
 
 
 def call_of(spec, num_tokens=TOKENS, padding=0, **changed):
-    """The arguments of a prefill of one request, in blocks 2 and 0, and its caches of three."""
+    """Return a prefill of one request, in blocks 2 and 0, and its caches of three blocks."""
     rows, dtype, dim = num_tokens + padding, spec.dtype, NOPE + spec.qk_rope_head_dim
     batch = i32([0, num_tokens]), i32([num_tokens]), i32([[2, 0]])
     step = build_mla_step(spec, *batch, num_tokens=rows)
@@ -66,19 +66,19 @@ ROWS_656 = replace(
 
 @pytest.mark.parametrize("spec", [SPEC, ROWS_656], ids=["plain", "FP8"])
 def test_padding_writes_and_selects_nothing(spec):
-    """Tokens 0 to 2 see no more rows than are selected; a token's slots are rows that it sees."""
+    """A token selects ``index_topk`` rows that it sees, or all of them if it sees fewer."""
     call, cache = call_of(spec, padding=2)
     out, slots = call()
     assert out.dtype == spec.dtype
     assert out[TOKENS:].count_nonzero() == 0
     assert (slots[TOKENS:] == -1).all()
-    slot_of = [8, 9, 10, 11, 0, 1, 2]  # of every position, in blocks 2 and 0 of four rows
+    slot_of = [8, 9, 10, 11, 0, 1, 2]  # slots of the positions, in blocks 2 and 0 of four rows
     for token in range(TOKENS):
         chosen = [slot for slot in slots[token].tolist() if slot >= 0]
         seen = slot_of[: token + 1]
         assert set(chosen) <= set(seen)
         assert len(chosen) == min(spec.index_topk, len(seen))
-    assert cache.kv[1].count_nonzero() == 0  # the block of no request
+    assert cache.kv[1].count_nonzero() == 0  # no request has this block
     assert cache.indexer[1].count_nonzero() == 0
     assert cache.kv[2].flatten(1).any(1).all()
     assert cache.kv[0].flatten(1).any(1).tolist() == [True, True, True, False]
@@ -87,7 +87,7 @@ def test_padding_writes_and_selects_nothing(spec):
 
 
 def test_a_layer_without_an_indexer_attends_to_the_slots_it_is_given():
-    """As if it had the indexer that selected them; it stores no indexer keys."""
+    """The result is that of a layer with an indexer, and the cache has no indexer keys."""
     selected, _ = call_of(SPEC)
     want = selected()
     cache = DsaCache.allocate(SPEC, 3, selects=False)
@@ -156,8 +156,8 @@ def test_errors_of_a_spec(changed, error, message):
 
 
 def test_a_library_runs_the_ops_that_it_has():
-    """FlashMLA attends to selected rows of the released sizes; caches no longer than a selection
-    are read by our kernels."""
+    """``impl="flash_mla"`` is for selected rows of the released sizes; caches that are no longer
+    than a selection run our dense kernels."""
     spec = DsaSpec(num_heads=128, softmax_scale=1.0, layout="mla_ds_fp8")
     assert replace(spec, impl="flash_mla").dense == spec
     wide = replace(spec, v_head_dim=256, qk_nope_head_dim=192, context="chunked")

@@ -1,6 +1,6 @@
-"""Steps with a plan for their C128 layers: what makes it, which layers go by it, that no result
-hangs on it, and what is refused. References ignore plans: the kernel by the plans of layers is in
-tests/compile/test_compiled_plans.py and tests/gpu/test_layers.py."""
+"""Steps with a plan for their C128 layers: which steps have one, which layers use it, and errors.
+References ignore plans; tests/compile/test_compiled_plans.py and tests/gpu/test_layers.py run
+kernels with the plans of layers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,11 +34,11 @@ from tests.support.layers import HEADS, KINDS, SPEC, Engine, SmallLayer, changed
 pytest_plugins = ("tests.support.providers_on_cpu",)
 
 RAGGED = [[30, 1, 1, 2, 2], [1, 1, 1, 2, 2], [44, 1, 1, 2, 0], [7, 0, 1, 2, 2]]
-"""Chunks, one token, a resting request, and two tokens as in speculative decoding."""
+"""Tokens per step: chunks, one token, none, and two tokens as in speculative decoding."""
 
 
 class Plans(TorchDispatchMode):
-    """The plans that attention ops were given, in the order of their calls."""
+    """Records the plans that attention ops receive, in the order of their calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Plans(TorchDispatchMode):
 
 
 def builders(tables: BlockTables, held: StateTables, *batch: Tensor) -> dict[str, Any]:
-    """Each way to make a step, as a function of ``plan_heads``."""
+    """Return the functions that make a step, as functions of ``plan_heads``."""
     starts, lens, slots = batch
     build = build_decode_metadata, build_prefill_metadata
     decode = build[0](SPEC.attention, starts, lens, slots, tables)
@@ -71,7 +71,7 @@ def builders(tables: BlockTables, held: StateTables, *batch: Tensor) -> dict[str
 
 
 def made() -> dict[str, Any]:
-    """Two tokens of a request of 60, one of a request of 3, a padding token."""
+    """Make steps: two tokens of a request of 60, one token of a request of 3, and padding."""
     table = i32([[*range(16)], [*range(16, 32)], [0] * 16])
     tables, held = BlockTables(swa=table, c4=table, c128=table), StateTables(c4=table, c128=table)
     return builders(tables, held, i32([0, 2, 3, 3]), i32([60, 3, 0]), torch.tensor([58, 59, 2, -1]))
@@ -82,8 +82,8 @@ NAMES = ("build_attention_step", "attention_step", "attention_step_of_tokens")
 
 @pytest.mark.parametrize("name", [*NAMES, "of prefills"])
 def test_a_plan_by_hand(name: str) -> None:
-    """Windows of 8, 8, 3 and 0 rows, 3, 3, 0 and 0 compressed ones: 2, 2, 1 and 0 blocks of 64,
-    which are no longer than a split of one and a combine; of 65 heads on, half as many programs."""
+    """Tokens see 8, 8, 3, 0 window rows and 3, 3, 0, 0 compressed rows: 2, 2, 1, 0 blocks of 64.
+    These fit one split each. From 65 heads on, a plan has half as many programs."""
     build = made()[name]
     step = build(plan_heads=4)
     assert step.swa_lens.tolist() == [8, 8, 3, 0]
@@ -113,7 +113,7 @@ def test_plan_heads_are_a_number_of_heads(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decodes_of_c128_go_by_the_plan_of_their_step(kind: str) -> None:
-    """No other layer does, nor a prefill."""
+    """Other layers, and prefills, get no plan."""
     layer, inputs = layer_of(kind, SPEC)
     op = {"c128": "sparse_mla_decode_paged"}.get(kind, "sparse_mla_decode")
     for schedule, called in (("decode", op), ("prefill", "sparse_mla_prefill")):
@@ -130,7 +130,7 @@ def test_decodes_of_c128_go_by_the_plan_of_their_step(kind: str) -> None:
 
 @each_precision
 def test_a_plan_changes_no_result_of_the_reference(spec: LayerSpec, budget: float) -> None:
-    """Of ragged batches with padding, bit for bit."""
+    """Ragged batches with padding give the same bits with and without a plan."""
     layer, inputs, whole = in_one_pass("c128", spec)
     bare = in_chunks(layer, inputs, RAGGED, padding=3)
     with changed(layer, plan_heads=HEADS):
@@ -151,7 +151,7 @@ def test_a_step_without_a_token() -> None:
 
 
 def a_call(layer: SmallLayer, inputs: list[dict[str, Tensor]]) -> tuple[Any, ...]:
-    """Arguments of a call of 9 tokens behind the kind, with a plan."""
+    """Return the arguments of ``attention_layer`` after the kind: 9 tokens, with a plan."""
     poison(layer)
     with changed(layer, plan_heads=layers.HEADS):
         step = layer.step(*Engine(layer, 1).batch([9]))
@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
 
 
 def refused(spec: LayerSpec, layer: SmallLayer, call: tuple[Any, ...]) -> Exception:
-    """What the layer says of the call; its caches must stay as they were."""
+    """Return the layer's error; its caches must not change."""
     with layers.unwritten(layer), pytest.raises((ValueError, TypeError)) as caught:
         attention_layer(spec, "c128", *call)
     return caught.value
@@ -208,7 +208,7 @@ def test_a_plan_with_batch_invariance_is_refused_before_anything_is_written() ->
 def test_a_plan_for_flash_mla_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, flash_mla: Any
 ) -> None:
-    """FlashMLA plans by itself; a prefill uses no plan."""
+    """FlashMLA has plans of its own; a prefill ignores the plan."""
     monkeypatch.setattr(layers, "HEADS", 64)
     layer = SmallLayer("c128", SPEC)
     inputs = layers.projected(layer, layers.hidden_states()[:1])
@@ -252,8 +252,8 @@ def test_a_step_is_a_pytree_with_and_without_a_plan(plan: Tensor | None) -> None
 
 
 def test_a_step_makes_the_schedule_of_deep_gemm_once() -> None:
-    """16 tokens' rows by hand: 15 of 100 rows on tables of 64 rows have a split each, the token of
-    no request none; two SMs have 8 and 7 of them, and a third none of two."""
+    """By hand: 15 tokens of 100 rows, in tables of 64 rows, have one split each, and a token
+    without a request has none. Of two SMs, one gets 8 splits and the other 7."""
     spec = replace(SPEC, impl="deep_gemm", schedule_sms=2)
     page = spec.block_size("c4")
     table = torch.zeros(16, 64 // page, dtype=torch.int32)
@@ -273,7 +273,7 @@ def test_a_step_makes_the_schedule_of_deep_gemm_once() -> None:
 
 @pytest.mark.parametrize("kinds", [KINDS, ("c4", "c128"), ("window",), ("c4",), ()])
 def test_a_step_plans_for_the_kinds_of_the_model_alone(kinds: tuple[str, ...]) -> None:
-    """Of FlashMLA's metadata, DeepGEMM's schedule and our own plan."""
+    """This holds for FlashMLA's metadata, DeepGEMM's schedule and our own plan."""
     table = torch.arange(16, dtype=torch.int32)[None]
     args = (i32([0, 1]), i32([60]), torch.tensor([59]), BlockTables(table, table, table))
     sets = {"flash_mla": {"sm_parts": 3}, "deep_gemm": {"schedule_sms": 2}, "auto": {}}

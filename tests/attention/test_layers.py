@@ -1,5 +1,5 @@
-"""A whole attention layer of each kind, from its projections' outputs to the input of its output
-projection: against the formulas, and split into steps in every way."""
+"""A whole attention layer of each kind, from the outputs of its projections to the input of its
+output projection: equal to the formulas, however requests are split into steps."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -39,7 +39,7 @@ def layer_of(kind: str, spec: LayerSpec) -> tuple[SmallLayer, list[dict[str, Ten
 def in_one_pass(
     kind: str, spec: LayerSpec
 ) -> tuple[SmallLayer, list[dict[str, Tensor]], list[Tensor]]:
-    """A layer, inputs of four requests, and the outputs of each, alone and at once."""
+    """Return a layer, inputs of four requests, and the output of each request in a step alone."""
     if (kind, spec) not in LAYERS:
         layer = SmallLayer(kind, spec)
         inputs = layers.projected(layer, layers.hidden_states())
@@ -49,9 +49,9 @@ def in_one_pass(
 
 
 def assert_close(actual: Tensor, expected: Tensor, budget: float) -> None:
-    """Every row within ``budget`` times its largest value: for bf16 that is twice the rounding of
-    the result, of the weights of the keys, and of what float32 rounds the other way before a code
-    is chosen."""
+    """Assert that the error of a row is at most ``budget`` times its amax. In bf16 this is twice
+    the rounding of the result and of the weights; float32 sums may also round the other way before
+    a code is chosen."""
     error = (actual.double() - expected.double()).abs().amax((1, 2))
     amax = expected.double().abs().amax((1, 2))
     assert amax.min() > 0.1
@@ -68,14 +68,14 @@ def test_a_layer_is_what_the_formulas_say(kind: str, spec: LayerSpec, budget: fl
     layer, inputs, outputs = in_one_pass(kind, spec)
     for rows, out in zip(inputs[:2], outputs[:2], strict=True):
         want = oracle(layer, rows)
-        sure = want.margin > 1e-3  # which row is the worst selected is no matter of rounding
+        sure = want.margin > 1e-3  # at smaller margins, rounding may change the selection
         assert int(sure.sum()) >= 0.9 * LENGTH
         assert_close(out[sure], want.out[sure], budget)
 
 
 @each_kind
 def test_the_formulas_tell_layouts_apart(kind: str) -> None:
-    """The budgets would not pass the result of the other layout, nor of another selection."""
+    """With another layout or another selection, the result would exceed the budget."""
     layer, inputs, (_, out, *_) = in_one_pass(kind, SPEC)
     layer.spec = PLAIN
     plain = oracle(layer, inputs[1]).out
@@ -91,8 +91,8 @@ def test_the_formulas_tell_layouts_apart(kind: str) -> None:
 
 @st.composite
 def cuts(draw: Any) -> dict[str, Any]:
-    """How up to four requests advance, step by step: decodes, speculative tokens, chunks that end
-    anywhere, and steps in which a request has no token."""
+    """Sample how many tokens each of up to four requests adds per step: decodes, speculative
+    tokens, chunks that end anywhere, and none."""
     counts = st.sampled_from([0, 1, 1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 33])
     requests = draw(st.lists(st.lists(counts, max_size=6), min_size=1, max_size=4))
     for request in requests:
@@ -107,7 +107,7 @@ def cuts(draw: Any) -> dict[str, Any]:
 @each_kind
 @each_precision
 def test_any_cut_into_steps_gives_the_same(kind: str, spec: LayerSpec, budget: float) -> None:
-    """Decode, prefill, chunks and mixtures, over blocks that are used again."""
+    """Steps are decodes, prefills, chunks and mixtures; requests reuse blocks."""
     layer, inputs, whole = in_one_pass(kind, spec)
 
     @sampled(*(30, 10) if spec is PLAIN else (12, 4))
@@ -155,7 +155,7 @@ def test_a_batch_invariant_request_has_the_same_bits_in_any_company(kind: str) -
 
 @each_kind
 def test_scales_of_a_quantised_output(kind: str) -> None:
-    """Codes and scales that give the bf16 output again."""
+    """Codes times scales give the bf16 output."""
     layer, inputs, whole = in_one_pass(kind, SPEC)
     layer.spec = replace(SPEC, scale_layout="row")
     layers.poison(layer)
@@ -182,7 +182,7 @@ def test_a_step_is_the_same_from_metadata() -> None:
 
 
 def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
-    """Whatever their slot: as if they were padding of slot -1."""
+    """A mask excludes tokens whatever their slots are, as a slot of -1 does."""
     layer, _ = layer_of("c4", SPEC)
     starts, lens, slots, swa, rows, states = Engine(layer).batch([3, 1, 0, 9], 2)
     tables, held = BlockTables(swa=swa, c4=rows, c128=rows), StateTables(c4=states, c128=states)
@@ -214,7 +214,7 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
 @pytest.mark.parametrize("kind", ["c4", "c128"])
 @pytest.mark.parametrize("rings", [False, True])
 def test_states_of_rings_are_saved_when_the_windows_were_read(kind: str, rings: bool) -> None:
-    """Otherwise both are one op; a sequence in chunks is what it is at once."""
+    """Without ``state_rings`` one op does both. Chunks give the result of a single step."""
     layer, inputs, whole = in_one_pass(kind, PLAIN)
     with changed(layer, state_rings=rings), Called() as called:
         (out,) = in_chunks(layer, inputs[:1], [[5, 0, 1, 1, 30, LENGTH - 37]])
@@ -237,8 +237,8 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def test_states_of_a_token_go_where_its_window_key_goes() -> None:
-    """A slot of -1 keeps a token out of every cache, and it attends only where a mask says that it
-    is one; by hand, blocks of 4 and 8 rows."""
+    """A token with slot -1 is in no cache, and attends only if a mask says that it is valid. By
+    hand, with blocks of 4 and 8 rows."""
     table = i32([[7, 3, 5]])
     batch = (
         SPEC,
@@ -251,7 +251,7 @@ def test_states_of_a_token_go_where_its_window_key_goes() -> None:
     padded = build_attention_step(*batch)
     assert padded.positions.tolist() == [6, -1, 8]
     assert padded.c4.lens.tolist() == [1, 0, 2]
-    assert padded.swa_lens.tolist() == [7, 0, 8]  # of a window of 8
+    assert padded.swa_lens.tolist() == [7, 0, 8]  # the window is 8 tokens
     step = build_attention_step(*batch, torch.ones(3, dtype=torch.bool))
     assert step.positions.tolist() == [6, 7, 8]
     assert step.c4.state_slot_mapping.tolist() == [3 * 4 + 2, -1, 5 * 4]

@@ -1,4 +1,4 @@
-"""What runs those ops of a layer that have a choice."""
+"""Which implementation runs the ops of a layer that take ``impl=``."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ pytest_plugins = ("tests.support.providers_on_cpu",)
 
 
 def refused(spec: LayerSpec, base: LayerSpec) -> Exception:
-    """What a layer made for ``base`` says of ``spec``; its caches must stay as they were."""
+    """Return the error for ``spec`` of a layer made for ``base``; its caches must not change."""
     layer = SmallLayer("c4", base)
     (inputs,) = projected(layer, hidden_states()[:1])
     layer.spec = spec
@@ -63,7 +63,7 @@ def test_what_our_selection_does_not_take_is_refused_before_anything_is_written(
 def test_flash_mla_runs_both_schedules(
     monkeypatch: pytest.MonkeyPatch, flash_mla: Any, kind: str, sm_parts: int
 ) -> None:
-    """Of its 64 heads; with parts it plans nothing, and refuses metadata of another plan."""
+    """If the step has metadata (``sm_parts``), FlashMLA makes no plan itself."""
     monkeypatch.setattr(layers, "HEADS", 64)
     layer = SmallLayer(kind, SPEC)
     inputs, outputs = projected(layer, hidden_states()[:1]), {}
@@ -136,12 +136,12 @@ def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(
 
 
 def test_what_does_not_depend_on_the_batch_is_no_choice_of_auto() -> None:
-    """On a GPU, where the size of a batch would choose; other layouts have none."""
+    """On a GPU the size of the batch would decide; other layouts have no such choice."""
     q = torch.empty(600, 64, 512, device="meta")
     invariant = replace(SPEC, batch_invariant=True)
     assert prefill_impl(invariant, q) == "auto"
     cuda = SimpleNamespace(device=torch.device("cuda"))
-    for name in ("auto", "deep_gemm"):  # which runs no attention
+    for name in ("auto", "deep_gemm"):  # DeepGEMM runs no attention
         assert prefill_impl(replace(invariant, impl=name), cast(Any, cuda)) == "triton"
     for spec in (SPEC, replace(invariant, layout="plain")):
         assert prefill_impl(spec, cast(Any, cuda)) == "auto"

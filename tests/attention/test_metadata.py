@@ -1,4 +1,4 @@
-"""The metadata builders: against numbers by hand and the oracle, and compiled as one graph."""
+"""The metadata builders: against hand-computed numbers and the oracle, and as one graph."""
 
 import dataclasses
 from itertools import pairwise
@@ -40,8 +40,8 @@ def assert_equal(actual, expected) -> None:
 
 
 def test_decode_metadata_by_hand():
-    """Two requests, one padding request, one padding token; blocks of 4 window rows and 8
-    positions, ratios 2 and 4."""
+    """Two requests, a padding request and a padding token, with blocks of 4 window rows or 8
+    positions, and ratios 2 and 4."""
     metadata = build_decode_metadata(
         SMALL,
         i32([0, 2, 3, 3]),
@@ -65,8 +65,8 @@ def test_decode_metadata_by_hand():
 
 
 def test_a_key_per_token_by_hand():
-    """Ratio 1, the indexer of DeepSeek-V3.2: rows are positions, in blocks of 8; a request of two
-    tokens and one of one."""
+    """With ratio 1, as in DeepSeek-V3.2's indexer, rows are positions, here in blocks of 8. One
+    request has two tokens, the other one."""
     spec = dataclasses.replace(SMALL, c4_ratio=1, c128_ratio=1)
     table, c4 = i32([[7, 3], [2, 5]]), i32([[10], [11]])
     batch = (i32([0, 2, 3]), i32([8, 5]), i64([100, 101, -1]), BlockTables(table, c4, c4))
@@ -74,15 +74,15 @@ def test_a_key_per_token_by_hand():
     prefill = build_prefill_metadata(spec, *batch, valid, max_chunks=2)
     for metadata in (build_decode_metadata(spec, *batch, valid), prefill):
         assert metadata.c4_lens.tolist() == metadata.seq_lens.tolist() == [7, 8, 5]
-        assert metadata.c4_slot_mapping.tolist() == [10 * 8 + 6, 10 * 8 + 7, -1]  # one not written
+        assert metadata.c4_slot_mapping.tolist() == [10 * 8 + 6, 10 * 8 + 7, -1]  # no slot
     assert prefill.c4_cu_seq_lens.tolist() == [0, 8, 13]
     assert prefill.c4_row_start.tolist() == [0, 0, 8]
     assert prefill.c4_row_stop.tolist() == [7, 8, 13]
 
 
 def test_invalid_tokens_are_padding_by_hand():
-    """The batch above, whose tokens 1 and 3 a captured step of a fixed size pads: token 1 completes
-    its C4 and C128 rows no more. The caches' own slots say nothing about it."""
+    """The batch of the first test, with tokens 1 and 3 masked as padding: token 1 no longer
+    completes its C4 and C128 rows, although it has a slot in the window cache."""
     table = i32([[7, 3], [2, 5]])
     batch = (i32([0, 2, 4]), i32([8, 6]), i64([100, 101, -1, 103]), BlockTables(*[table] * 3))
     valid = torch.tensor([True, False, True, False])
@@ -106,7 +106,7 @@ def test_invalid_tokens_are_padding_by_hand():
 
 
 def test_tokens_without_a_slot_are_padding_by_hand():
-    """vLLM's rule, with no mask; a mask of ones has such a token attend, and write nothing."""
+    """vLLM's rule, without a mask. With a mask of ones the token attends, but is not stored."""
     table = i32([[7, 3], [2, 5]])
     slots, tables = i64([100, 101, -1, 103]), BlockTables(table, table, table)
     batch, everywhere = (i32([0, 2, 4]), i32([8, 6]), slots, tables), torch.ones(4).bool()
@@ -133,8 +133,8 @@ def test_tokens_without_a_slot_are_padding_by_hand():
 
 
 def plan_behind(num_decodes):
-    """Of two decodes of 96 and 8 rows, prefills of 40, 24 and 80 rows with 10, 4 and 20 queries,
-    and a padding request; a workspace of 96 rows, 800 logits."""
+    """Plan two decodes of 96 and 8 rows, prefills of 40, 24 and 80 rows with 10, 4 and 20 queries,
+    and a padding request, for a workspace of 96 rows and 800 logits."""
     spec = AttentionSpec(max_model_len=384, indexer_workspace=96, max_logits_bytes=3200)
     starts, lens = i32([0, 1, 2, 12, 16, 36, 36]), i32([384, 33, 163, 96, 320, 0])
     table = torch.zeros(6, 8, dtype=torch.int32)
@@ -143,9 +143,9 @@ def plan_behind(num_decodes):
 
 
 def test_a_chunk_plan_leaves_out_the_decodes_by_hand():
-    """Requests 2 and 3 are 40 + 24 = 64 rows and 14 queries, 896 logits of 800: apart. Request 4,
-    of 80 rows, is split into chunks of 800 // 80 = 10 queries. In front of it all decodes: 96 rows
-    fill a chunk, 8 + 40 rows and 11 queries are 528 logits."""
+    """Requests 2 and 3 have 40 + 24 = 64 rows and 14 queries: 896 logits exceed 800, so each is a
+    chunk. Request 4 has 80 rows, so its chunks have 800 // 80 = 10 queries. With the decodes, 96
+    rows fill the first chunk, and 8 + 40 rows with 11 queries (528 logits) fit the second."""
     prefills = [[2, 3, 0, 10], [3, 4, 0, 4], [4, 5, 0, 10], [4, 5, 10, 20]]
     split = split_decodes_and_prefills(i32([0, 1, 2, 12, 16, 36, 36]), decode_threshold=1)
     assert split.tolist() == [2, 4, 2, 34]
@@ -226,8 +226,8 @@ def test_prefill_metadata_against_the_oracle(seed):
 
 
 def test_configuration_stays_constant_under_dynamic_shapes():
-    """dynamic=True makes ints of a captured spec symbolic; widths made from them would cost a
-    division per entry (3x on an H200), so the schemas take configuration as plain ints."""
+    """dynamic=True makes ints of a captured spec symbolic. Widths computed from them would cost a
+    division per entry (3x on an H200), so the schemas take these settings as plain ints."""
     spec = AttentionSpec(next_n=2, max_model_len=8192)
     widths = []
 

@@ -1,4 +1,4 @@
-"""Dense MLA layers and their step: numbers worked out by hand, and plain attention in float64 over
+"""Dense MLA layers and their step: hand-computed numbers, and plain attention in float64 over
 ragged batches of decodes, chunks of prefills and padding."""
 
 import dataclasses
@@ -35,7 +35,7 @@ def chunked(**changed):
 
 
 def test_the_step_of_a_mixed_batch():
-    """Two decodes of one and two tokens, a prefill of three on a context of five, padding."""
+    """Two decodes of one and two tokens, a prefill of three tokens after five, and padding."""
     batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
     step = build_mla_step(chunked(next_n=2), *batch, num_tokens=7)
     assert step.counts.tolist() == [2, 2, 3, 3]
@@ -52,7 +52,7 @@ def test_the_step_of_a_mixed_batch():
 
 
 def test_the_step_of_absorbed_contexts():
-    """Every token is a decode of as many rows as it sees."""
+    """Every token is a decode over the rows that it sees."""
     batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
     valid = torch.tensor([True] * 5 + [False, True])
     step = build_mla_step(SPEC, *batch, valid, num_tokens=7)
@@ -69,7 +69,7 @@ def test_the_step_of_absorbed_contexts():
 
 
 def test_decode_tokens_beyond_the_capacity_count_as_prefills():
-    """The second token of request 1 has the first one, and all before it, as its context."""
+    """The context of request 1's second token is its first token, and all tokens before that."""
     batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
     settings = {"next_n": 2, "max_decode_tokens": 2, "workspace_rows": 8}
     step = build_mla_step(chunked(**settings), *batch, num_tokens=7)
@@ -80,7 +80,7 @@ def test_decode_tokens_beyond_the_capacity_count_as_prefills():
 
 
 def test_one_layer_by_hand():
-    """Scores 0 and ln 3 of latents (1, 2), (4, 0), whose values 3 c0 + c1 are 5 and 12: 10.25."""
+    """Latents (1, 2) and (4, 0) have values 3 c0 + c1 of 5 and 12; scores 0 and ln 3 give 10.25."""
     spec = dataclasses.replace(
         SPEC,
         num_heads=1,
@@ -104,7 +104,7 @@ def test_one_layer_by_hand():
 
 
 def rotated(x, positions, table):
-    """Pairs (2 i, 2 i + 1), rotated by the angles of their position."""
+    """Rotate pairs (2 i, 2 i + 1) by the angles of their positions."""
     cos, sin = table[positions].to(F64).chunk(2, -1)
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
@@ -113,7 +113,7 @@ def rotated(x, positions, table):
 
 
 def plain_attention(spec, q, kv_c, k_pe, weight, table):
-    """Causal attention of one whole request to expanded keys and values, in float64."""
+    """Compute causal attention of a whole request over expanded keys and values, in float64."""
     q, kv_c, k_pe, weight = (each.to(F64) for each in (q, kv_c, k_pe, weight))
     positions, nope = torch.arange(q.shape[0]), spec.qk_nope_head_dim
     expanded = (kv_c @ weight.T).unflatten(-1, (spec.num_heads, -1))
@@ -127,7 +127,7 @@ def plain_attention(spec, q, kv_c, k_pe, weight, table):
 
 
 def run(spec, seed, length=22, cache=None):
-    """Random steps of three requests; errors of all tokens, and what they are errors of."""
+    """Run random steps of three requests; return the errors of all tokens, and the exact output."""
     rng, generator = Random(seed), torch.Generator().manual_seed(seed)
     requests, blocks = 3, -(-length // BLOCK)
     heads, rank, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
@@ -193,14 +193,14 @@ def run(spec, seed, length=22, cache=None):
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_ragged_batches_are_plain_attention(changed, seed):
-    """With NaN in unused cache rows and in padding, and garbage in tables of padding requests."""
+    """Unused cache rows and padding hold NaN, and tables of padding requests hold garbage."""
     errors, _ = run(chunked(**changed), seed)
     assert errors.abs().max() < 1e-5
 
 
 def test_errors_of_codes_at_v3_sizes():
-    """The last 16 of 1024 positions, 16 of V3's heads, a largest weight of 0.4 on average; relative
-    to attention in float64, as docs/transformers.md says."""
+    """The last 16 of 1024 positions, with 16 of V3's heads and a largest weight of 0.4 on average.
+    docs/transformers.md has these errors, relative to attention in float64."""
     heads, length, count, nope, value = 16, 1024, 16, 128, 128
     made = torch.Generator().manual_seed(0)
 
@@ -218,7 +218,7 @@ def test_errors_of_codes_at_v3_sizes():
     p = scaled.masked_fill(future, -torch.inf).softmax(-1)
     want = torch.einsum("hqk,khd->qhd", p, expanded[..., nope:]).flatten(1)
     assert 0.35 < float(p.amax(-1).mean()) < 0.45
-    table = torch.tensor([1.0] * 32 + [0.0] * 32).repeat(length, 1)  # no angle
+    table = torch.tensor([1.0] * 32 + [0.0] * 32).repeat(length, 1)  # an angle of zero
     found = {}
     for layout, query in (("plain", None), ("mla_fp8", None), ("mla_fp8", "fp8")):
         spec = MlaSpec.deepseek_v3(num_heads=heads, layout=layout, query=query)

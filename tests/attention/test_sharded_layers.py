@@ -1,5 +1,5 @@
-"""Attention layers whose compressed rows lie on several ranks, against one process that has all of
-them. A start of the processes takes seconds, so that each runs many checks."""
+"""Attention layers whose compressed rows are spread over ranks, compared with one process that has
+all rows. Starting the ranks takes seconds, so each test runs many checks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,7 +37,7 @@ from tests.support.ranks import run_ranks
 
 
 def ranks_of(world: int, turn: int, via: str = "", **settings: bool) -> ContextParallel:
-    """With heads sharded ``via`` a collective, or all heads on every rank."""
+    """Split the heads and merge ``via`` a collective; without ``via`` every rank has all heads."""
     heads = {"via": via, "shards_heads": True, "shards_index_heads": True} if via else {}
     parallel = ContextParallel.of(interleave=turn, **(heads | settings))
     assert parallel.world_size == world
@@ -45,7 +45,7 @@ def ranks_of(world: int, turn: int, via: str = "", **settings: bool) -> ContextP
 
 
 class RankLayer(SmallLayer):
-    """A rank's part of the layer of the same kind and spec: of heads, rows and blocks."""
+    """A rank's part of the layer with the same kind and spec: its heads, rows and blocks."""
 
     def __init__(
         self, kind: str, spec: LayerSpec, rank: int, parallel: ContextParallel, device: str = "cpu"
@@ -67,7 +67,7 @@ class RankLayer(SmallLayer):
         return build_attention_step(self.spec, *batch, tables, held, plan_heads=heads, cp_rank=rank)
 
     def own(self, whole: Tensor, dim: int, parts: int = 0) -> Tensor:
-        """The heads of this rank, which are all unless ranks shard them."""
+        """Return this rank's heads: all heads if they are not split."""
         parts = parts or self.parts
         return whole.chunk(parts, dim)[self.rank % parts]
 
@@ -93,7 +93,7 @@ class RankLayer(SmallLayer):
 
 
 def cuts(rng: Random, length: int) -> list[list[int]]:
-    """How requests advance: decodes, speculative tokens, chunks, and steps without a token."""
+    """Sample tokens per step: decodes, speculative tokens, chunks, and none."""
     found = []
     for _ in range(rng.randint(1, 4)):
         counts = [rng.choice((0, 1, 1, 2, 3, 4, 7, 8, 9, 16, 17, 33)) for _ in range(6)]
@@ -106,12 +106,12 @@ def cuts(rng: Random, length: int) -> list[list[int]]:
 
 
 def variants(world: int) -> Iterator[tuple[LayerSpec, ContextParallel]]:
-    """Windows that ranks cannot share evenly or at all, more candidates than rows, turns."""
+    """Yield windows that ranks cannot share evenly, more candidates than rows, and interleaves."""
     for window, topk, ratio, turn, via in (
         (8, 6, 16, 1, ""),
         (7, 1, 8, 2, "reduce_scatter"),
         (1, 40, 8, 4, "all_to_all"),
-        (8, 3, 16, 2, "symmetric_memory"),  # on CPUs of ranks that merge nothing
+        (8, 3, 16, 2, "symmetric_memory"),  # on CPUs, with whole heads on every rank
     ):
         attention = replace(PLAIN.attention, window_size=window, index_topk=topk, c128_ratio=ratio)
         whole = {"shards_heads": False} if via == "symmetric_memory" else {}
@@ -120,7 +120,7 @@ def variants(world: int) -> Iterator[tuple[LayerSpec, ContextParallel]]:
 
 
 def rank_layers(rank: int, world: int, rounds: int) -> None:
-    """Outputs of a rank's heads are those of one process, whatever a step holds."""
+    """A rank's heads have the outputs that one process computes, in every kind of step."""
     rng = Random(rounds)
     hidden = hidden_states()
     chosen = [*product(variants(world), ("c4", "c128"))]
@@ -130,7 +130,7 @@ def rank_layers(rank: int, world: int, rounds: int) -> None:
         whole, part = SmallLayer(kind, spec), RankLayer(kind, spec, rank, parallel)
         inputs = [whole.project(rows) for rows in hidden]
         for rows in inputs:
-            if kind == "c4":  # scores that are all equal
+            if kind == "c4":  # weights of 0 make all scores equal
                 rows["indexer_weights"][torch.arange(len(rows["q"])) % 3 == 0] = 0
         for _ in range(rounds):
             how: dict[str, Any] = {"cuts": cuts(rng, 60), "padding": rng.choice((0, 0, 1, 5))}
@@ -149,8 +149,8 @@ def rank_layers(rank: int, world: int, rounds: int) -> None:
 def rank_quantised(
     rank: int, world: int, via: str = "reduce_scatter", device: str = "cpu", **settings: bool
 ) -> None:
-    """FP8 caches and bfloat16 outputs, through the fused insert of decodes too. Beside those of
-    one process there are roundings of a partial result, its share, their sum, and with the sink."""
+    """FP8 caches and bfloat16 outputs, also with the fused insert of decodes. Ranks round four
+    times more: a partial result, its share, the sum of shares, and the sum with the sink."""
     for kind in KINDS if NIGHTLY or device != "cpu" else ("c4",):
         spec = replace(SPEC, num_groups=4)
         parallel = ranks_of(world, 2, via, **settings)
@@ -169,7 +169,7 @@ def rank_quantised(
 
 
 def random_batch(rng: Random, ratio: int) -> tuple[Tensor, Tensor]:
-    """Requests of lengths around the ends of rows, with several new tokens, none, or padding."""
+    """Sample requests that end near the end of a row, with several new tokens or none."""
     queries, lens = [], []
     for _ in range(rng.randint(1, 5)):
         rows = rng.choice((0, 0, 1, 2, 3, 7, 8, 9, 30, 64))
@@ -187,8 +187,8 @@ def rank_selects(rank: int, world: int, rounds: int) -> None:
 
 
 def selects_as_one(rng: Random, seed: torch.Generator, rank: int, world: int) -> None:
-    """The rows of all ranks are those of one GPU, each on one rank; scores are small integers, so
-    that many are equal and none is rounded."""
+    """Each row that one GPU would select is selected by one rank. Scores are small integers, so
+    many are equal and none is rounded."""
     (block, turn), topk = rng.choice(((8, 1), (8, 4), (2, 2), (4, 1))), rng.choice((1, 3, 9))
     attention = replace(
         PLAIN.attention,
@@ -201,7 +201,7 @@ def selects_as_one(rng: Random, seed: torch.Generator, rank: int, world: int) ->
     spec, parallel = replace(PLAIN, attention=attention), ranks_of(world, turn)
     starts, lens = random_batch(rng, 16)
     num_reqs, num_tokens = len(lens), int(starts[-1]) + rng.choice((0, 2))
-    most = 66  # rows of a request
+    most = 66  # maximum rows of a request
 
     def integers(*shape: int) -> Tensor:
         return torch.randint(-1, 2, shape, generator=seed).float()
@@ -212,7 +212,7 @@ def selects_as_one(rng: Random, seed: torch.Generator, rank: int, world: int) ->
     query = IndexerQuery(integers(num_tokens, 4, 128), integers(num_tokens, 4))
 
     def on(spec: LayerSpec, held: list[int]) -> LayerCall:
-        """A layer with these rows of every request, in their order, and the step on them."""
+        """Return a layer that stores the rows ``held`` of every request, and its step."""
         columns = -(-most // (block * (1 if spec.ranks is None else world)))
         table = torch.randperm(num_reqs * columns, generator=seed).view(num_reqs, columns)
         pages = torch.full((num_reqs * columns, block, 128), torch.nan)
@@ -242,7 +242,7 @@ def selects_as_one(rng: Random, seed: torch.Generator, rank: int, world: int) ->
 
 
 def rank_compiles(rank: int, world: int, kinds: tuple[str, ...], backend: str) -> None:
-    """One graph for steps of all sizes."""
+    """One graph serves steps of all sizes."""
     for kind in kinds:
         spec = replace(PLAIN, num_groups=4)
         part = RankLayer(kind, spec, rank, ranks_of(world, 2, "reduce_scatter"))
@@ -253,7 +253,7 @@ def rank_compiles(rank: int, world: int, kinds: tuple[str, ...], backend: str) -
         counters.clear()
         compiled = torch.compile(part.attend, backend=backend, fullgraph=True, dynamic=True)
         part.attend = compiled  # type: ignore[method-assign]
-        # a float that starts as a symbol and ends as a constant has the graph traced twice
+        # Dynamo would trace twice if a float begins as a symbol and ends as a constant
         once = {"error_on_recompile": True, "specialize_float": True}
         with torch._dynamo.config.patch(once):
             found = in_chunks(part, inputs, how, padding=2)
@@ -288,8 +288,8 @@ def test_ranks_run_the_code_of_inductor(tmp_path: Path) -> None:
 
 
 def test_the_sink_counts_once() -> None:
-    """exp(0) of keys beside exp(0) of the sink: half; without a key, or behind an infinite sink,
-    nothing; beside a sink of -inf all."""
+    """Keys and sink of exp(0) give half of the value. Without keys, or with a sink of inf, the
+    result is 0; with a sink of -inf it is the whole value."""
     inf = torch.inf
     out, lse = torch.full((1, 5, 2), 4.0), torch.tensor([[0.0, -inf, 0.0, 0.0, -inf]])
     out[0, [1, 4]] = 0
@@ -298,7 +298,7 @@ def test_the_sink_counts_once() -> None:
 
 
 def a_step(layer: SmallLayer) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """Inputs and batch of two requests' first tokens."""
+    """Return inputs and batch of two requests' first tokens."""
     inputs = [layer.project(rows[:5]) for rows in hidden_states(2)]
     batch = Engine(layer, 2).batch([5, 5])
     return {name: torch.cat([rows[name] for rows in inputs]) for name in inputs[0]}, batch
@@ -321,7 +321,7 @@ def test_one_rank_is_the_plain_graph() -> None:
 
 
 def test_errors() -> None:
-    """Nothing is written, nothing is sent: there is no such group."""
+    """The group does not exist, so a collective would fail; the caches must not change."""
     parallel = ContextParallel(group="none", world_size=2, shards_heads=True)
     wrong = [
         ({"parallel": replace(parallel, interleave=4)}, ValueError, "must divide c128_block_size"),

@@ -1,5 +1,5 @@
-"""Requests that share blocks which one of them fills in the same step, as vLLM's prefix cache hands
-them over: each has the outputs that it has alone."""
+"""Requests that share blocks which one of them fills in the same step, as with vLLM's prefix cache.
+Each request has the outputs that it has alone."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.support import layers
 from tests.support.layers import LENGTH, PLAIN, SPEC, SmallLayer, caches_of, changed, in_chunks
 from tests.support.sampled import sampled
 
-BLOCK = 16  # a prefix ends at a multiple of it: it holds whole blocks of all caches
+BLOCK = 16  # a shared prefix is whole blocks of all caches, so its length is a multiple of this
 
 
 def small_blocks(spec: LayerSpec) -> LayerSpec:
@@ -28,8 +28,8 @@ def small_blocks(spec: LayerSpec) -> LayerSpec:
 def shared_step(
     layer: SmallLayer, inputs: list[dict[str, Tensor]], stops: list[int], hits: list[int], seed: int
 ) -> list[Tensor]:
-    """Outputs of requests in one step: all tokens up to ``stops[0]`` of the first, and of each
-    other, which has its first ``hits[r]`` tokens in blocks of the first, those after them."""
+    """Run one step and return the outputs of its requests. Request r has tokens hits[r] to
+    stops[r]; its first hits[r] tokens are in blocks of request 0, which this step fills."""
     rng, spec = Random(seed), layer.spec
     layers.poison(layer)
     order = list(range(len(stops)))
@@ -64,7 +64,7 @@ def shared_step(
 
 @st.composite
 def hits(draw: Any) -> tuple[list[int], list[int], int]:
-    """Lengths of requests, and how many tokens of the first each shares."""
+    """Sample lengths of requests, and how many tokens each shares with the first."""
     first = draw(st.sampled_from([16, 17, 31, 32, 33, 48, 50]))
     stops, shared = [first], [0]
     for _ in range(draw(st.integers(1, 3))):
@@ -104,7 +104,7 @@ def test_requests_that_share_blocks_have_the_outputs_that_they_have_alone(
 
     compare()
     assert max(errors[True]) <= budget
-    # C128 reads no state of a prefix that ends where one of its windows ends
+    # if a prefix ends where a C128 window ends, C128 reads no state of the prefix
     assert (max(errors[False]) > 10 * budget) == (kind == "c4")
 
 
@@ -127,7 +127,7 @@ def test_saving_first_changes_no_bit_where_no_block_is_shared(kind: str, schedul
 
 
 def test_states_in_rings_cannot_be_saved_first() -> None:
-    """A step that is longer than its ring overwrites states that a window needs."""
+    """If a step is longer than its ring, it overwrites states that a window needs."""
     layer, inputs = layer_of("c128", PLAIN)
     message = (
         "attention_layer: save_first must be False with state_rings, got True. Pass "

@@ -1,4 +1,4 @@
-"""Every combination of what a layers' spec says is right, or refused before anything is written."""
+"""Every combination of a layer's settings works, or is refused before anything is written."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ TOKENS = 20
 
 
 def refused_by(error: Exception, *names: str) -> str:
-    """The first words of a message in our form: what raised it, and the argument."""
+    """Return the beginning of an error in our form: what raised it, and the argument."""
     op, _, rest = str(error).partition(": ")
     assert op in names, error
     assert " must " in rest, error
@@ -43,11 +43,11 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def of_groups(found: Any) -> Tensor:
-    """The output of a layer, quantised or not, as float64."""
+    """Return the output of a layer, quantised or not, as float64."""
     if isinstance(found, Tensor):
         return found.double()
     scales = found.scales
-    if scales.dtype == torch.int32:  # four bytes of a head, the first in the lowest
+    if scales.dtype == torch.int32:  # four scale bytes of a head, the first in the lowest byte
         packed = scales.permute(0, 2, 1)[:, : found.values.shape[1]].contiguous()
         scales = torch.exp2(packed.view(torch.uint8).double() - 127)
     values = found.values.double().unflatten(-1, (-1, 128)) * scales[..., None]
@@ -56,7 +56,7 @@ def of_groups(found: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", layers.KINDS)
 def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
-    """Against the formulas; what is refused is refused by the spec, and has written nothing."""
+    """Results equal the formulas; refusals come from the spec, before anything is written."""
     outcomes: Counter[str] = Counter()
     hidden = layers.hidden_states(1, TOKENS)
     for values in product(*SETTINGS.values()):
@@ -82,14 +82,14 @@ def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
             amax = out.abs().amax((1, 2))
             first = found["decode", False]
             assert ((out - first).abs().amax((1, 2)) <= budget * amax).all(), chosen
-        if spec.rope_dim == 64:  # that of the oracle
+        if spec.rope_dim == 64:  # the oracle rotates 64 values
             want = layers.oracle(layer, inputs)
             sure = want.margin > 1e-3
             error = (first - want.out).abs().amax((1, 2))[sure]
             assert (error <= budget * want.out.abs().amax((1, 2))[sure]).all(), (chosen, error)
         outcomes["right"] += 1
-    # 2 of layout v4_fp8: 2 indexers, 2 dtypes, 3 scale_layouts, 1 size; of plain 2 indexers:
-    # 2 dtypes of 2 x 2 sizes, and 2 scale_layouts of bfloat16 and 1 size
+    # right with v4_fp8: 2 indexer layouts x 3 scale_layouts; right with plain rows, per indexer
+    # layout: 2 dtypes x 2 x 2 sizes, and 2 scale_layouts in bfloat16
     assert outcomes["right"] == 2 * (2 * 3 + (2 * 4 + 2)), outcomes
     others = (f"LayerSpec {name}" for name in ("dtype", "scale_layout", "head_dim", "rope_dim"))
     assert set(outcomes) == {"right", *others}
@@ -99,7 +99,7 @@ def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
 
 HEADS, NOPE, VALUE, BLOCK = 2, 4, 3, 4
 SIZES = {"plain": (16, 4), "mla_fp8": (12, 4), "mla_ds_fp8": (512, 64)}
-"""Values of the latent and rotated ones."""
+"""Number of latent values and of rotated values."""
 DENSE: dict[str, tuple[Any, ...]] = {
     "dtype": (BF16, F32, torch.float16),
     "layout": tuple(SIZES),
@@ -122,7 +122,7 @@ def dense_spec(**chosen: Any) -> MlaSpec:
 
 
 BUDGETS = {("plain", F32): 2e-6, ("plain", BF16): 0.012}
-"""Of codes 0.06, of queries in codes too 0.09; ``test_mla_layers.py`` has V3's sizes."""
+"""Rows of codes have 0.06, and 0.09 if queries are codes too; test_mla_layers.py has V3's sizes."""
 
 
 def test_every_dense_layer_is_right_or_refused() -> None:
@@ -149,7 +149,7 @@ def test_every_dense_layer_is_right_or_refused() -> None:
     each = math.prod(
         len(DENSE[name]) for name in ("context", "chunk_plan", "next_n", "batch_invariant")
     )
-    # dtypes; layouts, one of them with queries in codes too; auto and reference
+    # 2 dtypes x (3 layouts + one with queries as codes) x each x 2 (auto and reference)
     assert outcomes["right"] == 2 * (3 + 1) * each * 2, outcomes
     refused = {"MlaSpec dtype", "MlaSpec impl", "MlaSpec query", "mla_layer impl"}
     assert set(outcomes) == {"right", *refused}
@@ -208,8 +208,8 @@ def test_what_a_dense_spec_refuses(chosen: dict[str, Any], message: str) -> None
 def test_what_only_a_step_shows_is_refused_before_the_insert(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tokens that FlashMLA's planner does not take, ranks that do not exist, and on a CPU what
-    runs on GPUs only."""
+    """Too many tokens for FlashMLA's planner, ranks that do not exist, and on a CPU implementations
+    that need a GPU."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_size": 64}
     spec = dense_spec(layout="plain", dtype=BF16, **sizes)
     cache, rank, rope = MlaCache.allocate(spec, 1), spec.kv_lora_rank, spec.qk_rope_head_dim

@@ -62,7 +62,7 @@ def test_a_second_window_has_the_bits_of_a_step_of_its_own(ranks: int) -> None:
 
 
 def test_slots_by_hand() -> None:
-    """Blocks of 4; tokens at 6 and 8 of a request, padding between; the window of 8 tokens."""
+    """Tokens at positions 6 and 8, padding between them, blocks of 4, and a window of 8 tokens."""
     table = i32([[7, 3, 5]])
     rest = BlockTables(swa=table, c4=table, c128=table), StateTables(c4=table, c128=table)
     valid = torch.tensor([True, False, True])
