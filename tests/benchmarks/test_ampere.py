@@ -1,4 +1,4 @@
-"""The benchmark of an A100's code, on a CPU: its calls and checks, not its times."""
+"""The benchmark of A100 code, on a CPU: its calls and checks, not its times."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ from dsv4_ops.kernels.common.hopper import support
 
 
 class Captured:
-    """Runs each call once, and takes as long as there are other captures."""
+    """Runs each call once; the time is the number of captures so far."""
 
     made = 0
 

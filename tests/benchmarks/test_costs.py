@@ -38,7 +38,7 @@ def test_bytes_of_caches():
 def test_bytes_of_compressors():
     c4, key, c128 = KINDS["c4"], KINDS["c4_indexer"], KINDS["c128"]
     vectors = 8 + 8 + 8 + 4
-    alone = decode_step(c4, 1, finishing=True)  # seven earlier states, half of each, on two blocks
+    alone = decode_step(c4, 1, finishing=True)  # reads half of seven earlier states
     projections = 2 * 2048 * 4
     row = 584 + 64 * 4
     assert moved_bytes(c4, alone) == projections + 7 * 2 * 512 * 4 + row + 2 * 4 + vectors
@@ -46,13 +46,13 @@ def test_bytes_of_compressors():
     spread = decode_step(c128, 8, finishing=False)
     assert moved_bytes(c128, spread) == 8 * (2 * 1024 * 4 + vectors)
     assert decode_step(c4, 8, finishing=False).finished(c4) == 2
-    # a prefill finds everything in its own projections
+    # a prefill reads no earlier states
     whole = moved_bytes(key, prefill_step(8))
     assert whole == 8 * (2 * 512 * 4 + vectors) + 2 * (132 + 64 * 4)
 
 
 def test_costs_of_the_indexer():
-    # MB of keys and of logits, and GFLOP, at 64 requests of 131072 tokens
+    # MB of keys and of logits, and GFLOP, for 64 requests of 131072 tokens
     cost = indexer_cases.cost
     moved, flop = cost("logits", 64, 32768)
     vectors = 64 * (32768 // 64 * 4 + 64 * 132 + 8)
@@ -62,11 +62,11 @@ def test_costs_of_the_indexer():
 
 
 def test_costs_of_a_layer():
-    """One request of C4 at 16384 tokens: 128 + 512 rows of 584 bytes, 4096 + 1 keys of 132."""
+    """One C4 request of 16384 tokens has 128 + 512 rows of 584 bytes and 4096 + 1 keys of 132."""
     moved, flop = layer_cases.cost("c4", layer_cases.FLASH, 1, 16384)
     queries = 2 * 64 * 512 * 2 + 512 * 2 + 64 * (128 * 2 + 4)
     projections = 2 * 1024 * 4 + 2 * 256 * 4  # read, and written to the states
-    older = 7 * 2 * (512 + 128) * 4  # a half of each row of kv and of score
+    older = 7 * 2 * (512 + 128) * 4  # half of each state's kv and score
     rows = (128 + 512 + 2) * 584 + (4096 + 1) * 132
     assert moved == queries + 2 * projections + older + rows + 128 * 4
     assert flop == 4 * 64 * 640 * 512 + 4096 * 64 * 128
@@ -75,7 +75,7 @@ def test_costs_of_a_layer():
 
 
 def test_costs_of_sparse_attention():
-    # MB and GFLOP of Flash at 128 requests and Pro at 256
+    # MB and GFLOP of Flash with 128 requests, and of Pro with 256
     cases = (uniform(128, 64, 512), 64.9, 10.74), (uniform(256, 128, 1024), 240.5, 77.31)
     for shape, megabytes, gflop in cases:
         moved, flop = shape.cost()
@@ -84,9 +84,9 @@ def test_costs_of_sparse_attention():
     assert uniform(1, 2, 0).cost() == (128 * 584 + 2 * 512 * 4 + 128 * 4, 2 * 2 * 128 * 1024)
     paged = sparse_mla.Bench.cases(("paged",), smoke=True)
     for case, rows in zip(paged, (7, 64), strict=True):
-        moved = (128 + rows) * 584 + 4 * 512 * 4 + (128 + -(-rows // 2)) * 4  # on blocks of 2
+        moved = (128 + rows) * 584 + 4 * 512 * 4 + (128 + -(-rows // 2)) * 4  # 2 rows per block
         assert case.build(CPU).moved_bytes == 3 * moved
-    prefill = small(sparse_mla, "prefill").build(CPU)  # 16 tokens share 128 rows, a window of 143
+    prefill = small(sparse_mla, "prefill").build(CPU)  # 16 tokens see 143 window keys
     keys = 16 * (128 + 64)
     assert prefill.moved_bytes == (128 + 143) * 584 + 16 * 4 * 512 * 4 + keys * 4
     assert prefill.flop == 2 * 4 * keys * 1024
@@ -101,7 +101,7 @@ def test_a_row_that_several_tokens_list_is_read_once():
 
 
 def test_the_roofline_of_dense_decodes():
-    """One request of 4096 rows is bound by their bytes, 64 requests of 128 heads by the FLOP."""
+    """Bytes bound one request of 4096 rows with 16 heads; FLOP bound 64 requests with 128 heads."""
     queries = 16 * (576 + 512) * 2
     one = Row("plain", 16, 1, 4096)
     assert roofline_us(one, 4e6) == pytest.approx((4096 * 1152 + queries) / 4e6)
@@ -110,7 +110,7 @@ def test_the_roofline_of_dense_decodes():
 
 
 def test_a_dense_prefill_sees_the_rows_that_are_finished(monkeypatch):
-    """Position 766 has 5 rows of 128 tokens, 767 the sixth: of one request of 768 + 16 - 1."""
+    """Position 766 sees 5 rows of 128 tokens, and 767 sees 6. The request has 783 tokens."""
     case = dense_cases((16,), (4,), prefix=640)[0]
     assert (case.labels["context"], case.labels["gathered_rows"]) == (783, 6 + 143)
     work = case.build(CPU)
@@ -134,7 +134,7 @@ def test_input_sets_share_no_block(monkeypatch):
 
 
 def test_sizes_that_differ_between_cases_are_symbols_of_the_package(monkeypatch):
-    """Other numbers of tokens, and as many in other numbers of input sets."""
+    """Cases differ in their numbers of tokens, and in their numbers of input sets."""
     cases = sparse_mla.Bench.cases((packages.GROUP,), smoke=True)
     for form in {case.variant: case.build(CPU).details for case in cases}.values():
         seen = []

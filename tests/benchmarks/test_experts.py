@@ -1,4 +1,4 @@
-"""The experts benchmark: which tuning entry of Humming's it takes, and what is missing."""
+"""The experts benchmark: the tuning entry that it selects for Humming, and missing packages."""
 
 import sys
 

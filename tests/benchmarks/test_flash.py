@@ -1,4 +1,4 @@
-"""``bench flash``: every phase, on two processes of a CPU."""
+"""``python -m benchmarks flash``: every phase, on two CPU processes."""
 
 import pytest
 import torch.multiprocessing

@@ -1,4 +1,4 @@
-"""The benchmark of whole layers: what its check of the output sees, and stages of baselines."""
+"""The benchmark of whole layers: which errors its check of the output finds, and baselines."""
 
 import re
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def test_the_baselines_leave_what_ours_leave(kind):
 
 
 def changed(library, name, change):
-    """The library with a function whose result, or what it wrote, is another."""
+    """Return the library with a function whose result, or written argument, is changed."""
     whole = getattr(library, name)
 
     def wrong(*args, **named):
@@ -97,7 +97,7 @@ def test_a_stage_that_leaves_something_else_is_said(library):
     ],
 )
 def test_rows_that_are_not_written_are_found(library, name, text):
-    """They are spoiled before: what ours had written there would pass for baseline."""
+    """The benchmark spoils the rows first; otherwise our rows would pass for the baseline's."""
     row = measured(timed("c128"), **{library: SimpleNamespace(**{name: lambda **_: None})})
     assert row.baseline_agrees is False
     assert text in row.baseline_note
@@ -119,7 +119,7 @@ def test_codes_one_step_away_are_a_note():
 
 @pytest.mark.parametrize("change", ["sink", "states", "selection"])
 def test_a_wrong_stage_shows_in_the_output(change):
-    """A check of the output sees a sink, a row that this step finishes, other selected rows."""
+    """The check finds another sink, a wrong row that this step finishes, and a wrong selection."""
     work = timed("c4" if change == "selection" else "c128").build(CPU)
     expected = work.expected()
     args = work.sets[0]

@@ -1,4 +1,4 @@
-"""``bench memory``: computed bytes are those of Hugging Face's modules and of our caches."""
+"""``python -m benchmarks memory``: computed bytes equal Hugging Face's modules and our caches."""
 
 import functools
 
@@ -32,7 +32,7 @@ def part_of(name):
 
 
 def by_part(model, num_gpus=1, is_split=lambda name: False):
-    """Bytes of Hugging Face's parameters and buffers on a GPU."""
+    """Return the bytes of Hugging Face's parameters and buffers on a GPU."""
     found = dict.fromkeys(("experts", "attention", "shared experts", "other"), 0)
     for name, tensor in model.state_dict().items():
         found[part_of(name)] += tensor.nbytes // (num_gpus if is_split(name) else 1)
@@ -40,15 +40,15 @@ def by_part(model, num_gpus=1, is_split=lambda name: False):
 
 
 def test_weights_are_those_of_hugging_faces_modules():
-    """Of Flash; test_checkpoint.py has those of Pro."""
+    """This is Flash; test_checkpoint.py tests Pro."""
     assert by_part(flash()) == weight_bytes(FLASH)
     assert sum(by_part(flash()).values()) == 156_016_590_300
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8])
 def test_gpus_have_what_hugging_faces_plans_leave_them(num_gpus):
-    """Which parameters those are is asked of the plans; the embedding, which they split since
-    transformers 5.24, is counted as whole."""
+    """The plans name the split parameters. Since transformers 5.24 they split the embedding, too,
+    which ``weight_bytes`` counts as whole."""
     model = flash()
     if not hasattr(model, "_expand_parallel_plan"):
         pytest.skip("transformers before 5.24 does not expand its plans")
@@ -92,7 +92,7 @@ def test_the_most_that_is_held_at_once_by_hand(device):
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_step_holds_on_meta_what_it_holds_on_a_cpu(tokens):
-    """In float32, whose products no device does in another dtype."""
+    """In float32, because a device may compute products of other dtypes in float32."""
     found = []
     for device in ("cpu", "meta"):
         model = v4.patch(small_model().to(device), kv="fp32", precision="reference")
@@ -110,5 +110,5 @@ def test_steps_hold_as_much_whatever_depth_and_context_and_by_token():
     assert sizes[0] == memory.step_bytes(shallow, 8, 256, 131072)
     assert sizes[0] == memory.step_bytes(shallow, 8, 256, 4096)
     assert sizes[1] == pytest.approx(2 * sizes[0], rel=1e-3)
-    assert sizes[0] > 2048 * 4096 * 4 * 2  # the streams of 2048 tokens
+    assert sizes[0] > 2048 * 4096 * 4 * 2  # the residual streams of 2048 tokens
     assert sizes[0] > 100 * memory.step_bytes(memory.config_of(16), 8, 1, 131072)

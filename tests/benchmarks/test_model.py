@@ -1,4 +1,4 @@
-"""Steps of whole models: the stock cache is what Hugging Face's own code leaves; rows and names."""
+"""Steps of whole models: the filled cache equals that of a real prefill; rows and kernel names."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ def _no_grad():
 
 
 def shapes(cache):
-    """Of all tensors, and the counts, of every layer."""
+    """Return the shapes of all tensors of every layer's cache, and its other values."""
     found = []
     for layer in cache.layers:
         for name, value in vars(layer).items():
@@ -70,7 +70,7 @@ def test_a_step_leaves_the_cache_that_was_copied():
 
 def test_one_row_is_measured():
     model = flash_shaped(num_experts=8, device=torch.device("cpu"), **SMALL)
-    kept = set(model._keep_in_fp32_modules_strict)  # transformers 5.24 makes them in float32
+    kept = set(model._keep_in_fp32_modules_strict)  # transformers 5.24 makes these in float32
     products = [w for name, w in model.named_parameters() if kept.isdisjoint(name.split("."))]
     assert {weight.dtype for weight in products} == {torch.bfloat16}
     row = model_bench._row(model, 2, 256)
@@ -120,7 +120,7 @@ def test_dense_models_have_rows_of_steps(smoke, monkeypatch):
 
 
 def test_a_start_has_a_row_of_every_phase(monkeypatch, capsys):
-    """In this process, with steps that are not compiled."""
+    """The steps run in this process and are not compiled."""
     monkeypatch.setattr(v4, "compile_step", lambda model, step, **_: functools.partial(step, model))
     sizes = ["--layers", "3", "--prefills", "9", "--batches", "2"]
     assert main(["start", "--smoke", "--child", "cold", *sizes]) == 0

@@ -1,7 +1,5 @@
-"""Benchmarks of ops: every group runs on a CPU, no wrong result is timed, baselines are compared.
-
-The ops themselves stand in for compiled ones, and ours for the libraries.
-"""
+"""Benchmarks of ops: every group runs on a CPU, wrong results are not timed, and baselines are
+compared. Eager ops replace compiled ops, and our ops replace the libraries."""
 
 from types import SimpleNamespace
 
@@ -73,7 +71,7 @@ def test_a_missing_baseline_is_a_row_not_the_end(name, smoke, uncompiled, tmp_pa
 
 
 def changed(*path, change):
-    """The op with its last values changed, in its result or in the argument that it writes to."""
+    """Return the op with its last values changed, in its result or in an argument that it writes."""
 
     def corrupted(call):
         def wrong(*args):
@@ -139,7 +137,7 @@ ABSENT = {
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_what_does_not_exist_is_checked(monkeypatch, name):
-    """Entries below 0 are taken for the first, which shows in the adversarial case alone."""
+    """The wrong op takes entries below 0 for entry 0; only the adversarial case shows this."""
     groups, place = ABSENT[name]
 
     def first_for_absent(call):
@@ -195,7 +193,7 @@ def vllm_modules(wrong_bytes=0):
 
 
 class DeepGEMM:
-    """The library of the indexer's logits, played by our op; it plans every input set alike."""
+    """A fake of DeepGEMM that runs our op; the plan is the same for every input set."""
 
     def __init__(self, wrong=0.0):
         self.wrong = wrong
@@ -273,11 +271,11 @@ def test_flash_mla_that_differs_is_said(uncompiled):
     assert "in the CuTe DSL; out: " in row.baseline_note
     assert "; whole: " in row.baseline_note
     row = with_flash_mla(1 + 2.5 / 128).measure(timed("sparse_mla", "gathered"))
-    assert "cosine" in row.baseline_note  # over 2 of 128, as decodes may differ, is within 3
+    assert "cosine" in row.baseline_note  # an error of 2 codes is within other tolerances
 
 
 def test_the_whole_prefill_gathers_all_rows_of_the_request(uncompiled):
-    """16 tokens behind a prefix of 512 and a window: all of 655 // 4 rows, and 16 + 127."""
+    """16 tokens follow 512 and a window: 163 rows of 655 tokens are gathered, and 16 + 127 keys."""
     made = with_flash_mla()
     row = made.measure(timed("sparse_mla", "prefill"))
     assert (row.more["context"], row.more["gathered_rows"]) == (655, 163 + 143)

@@ -1,4 +1,4 @@
-"""``bench precision``: its models, what it compares, and a short run."""
+"""``python -m benchmarks precision``: its models, its comparisons, and a short run."""
 
 import math
 
@@ -18,7 +18,7 @@ def test_what_is_compared():
     assert same["kl_millinats"] == pytest.approx(0, abs=1e-12)
     other = precision.compare(torch.tensor([[[0.0, 2.0], [0.0, 2.0]]]).double(), expected)
     deviation = float(torch.tensor([0.0, 2.0, 0.0, -2.0]).double().std())
-    assert other["rms_pct"] == pytest.approx(100 * 2 / deviation)  # one value of four, by 4
+    assert other["rms_pct"] == pytest.approx(100 * 2 / deviation)  # one value of four is off by 4
     assert other["median_pct"] == 0
     assert other["max_std"] == pytest.approx(4 / deviation)
     assert other["argmax_pct"] == 50

@@ -1,4 +1,4 @@
-"""The command line: its errors, what rows say of it, and the table that it prints of them."""
+"""The command line of the benchmarks: its errors, the command in rows, and the printed table."""
 
 import json
 from dataclasses import dataclass, field
@@ -102,7 +102,7 @@ def printed(rows, capsys, path, *options):
 
 
 def test_a_table_has_the_ratio_and_the_share_of_the_roofline(tmp_path, capsys):
-    """31.34 over 15.67, and 1 of 15.67."""
+    """The ratio is 31.34 / 15.67, and the share is 1 / 15.67."""
     other = {**ROW, "variant": "C4", "baseline_us": 31.34, "error": "no plan"}
     whole = {**ROW, "variant": "C128", "baseline_us": 20.0, "baseline_whole_us": 156.7}
     assert printed([ROW, other, whole], capsys, tmp_path / "rows.jsonl") == [
@@ -127,7 +127,7 @@ def test_columns_and_lines_are_chosen(tmp_path, capsys):
 
 
 def test_the_newest_run_of_a_point_is_shown_whichever_is_faster(tmp_path, capsys):
-    """In the order in which the points first came."""
+    """The points keep the order in which they first occurred."""
     old = {**ROW, "date": "2026-11-20T00:00:00", "compiled_us": 1.0}
     other = {**ROW, "shape": "another"}
     for rows in ((old, other, ROW), (ROW, other, old)):
@@ -179,14 +179,14 @@ def test_batches_are_legal_and_mixed():
     built = DecodeMetadata(*builder(SPEC)(*batch.arguments()))
     assert torch.equal(built.positions, batch.positions)
     newest = built.swa_indices.gather(1, built.swa_lens[:, None].long() - 1)[:, 0]
-    assert torch.equal(newest.long(), batch.slot_mapping)  # a token is the newest key of its window
+    assert torch.equal(newest.long(), batch.slot_mapping)  # the newest key of its window
     for table in (batch.block_tables.swa, batch.block_tables.c4, batch.block_tables.c128):
         assert table.unique().numel() == table.numel()
 
 
 def test_needed_bytes_by_hand():
     batch = draw_batch(SPEC, torch.tensor([1024, 130]), next_n=1, device=CPU, seed=0)
-    # windows: positions 896..1023 on blocks 14, 15; positions 2..129 on blocks 0, 1, 2
-    # dense rows: 8 and 1 of 2 a block; position 1023 completes a C4 and a C128 row
+    # windows: positions 896..1023 are in blocks 14, 15; positions 2..129 in blocks 0, 1, 2
+    # dense rows: 8 and 1, of 2 per block; position 1023 completes a C4 and a C128 row
     page_ids = (2 + 3) + (4 + 1) + 2
     assert input_bytes(SPEC, batch) == 3 * 4 + 2 * 4 + 2 * 8 + page_ids * 4

@@ -1,4 +1,4 @@
-"""Files of a bundle that a benchmark loads by themselves: what is missing is named."""
+"""Files of a bundle that the layer benchmark loads one by one: errors name a missing file."""
 
 import lzma
 import sys
@@ -12,7 +12,7 @@ from benchmarks.baselines import vllm_metadata, vllm_ops
 
 @pytest.fixture
 def bundle(tmp_path, monkeypatch):
-    """A bundle with a loader that does nothing, and the interpreter as it was."""
+    """Make a bundle whose loader does nothing, and restore the interpreter's modules."""
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench/anchor_lib.py").write_text(
         "preloaded = []\ninstall_vllm_stubs = print\npreload = lambda *x: preloaded.extend(x)\n"

@@ -1,4 +1,4 @@
-"""Editing our sources invalidates Inductor's caches, and leaving them alone does not."""
+"""Inductor's caches become invalid if our sources change, and stay valid if they do not."""
 
 import os
 import shutil
@@ -39,11 +39,11 @@ prefill_gather_lens = Decompose(
     lambda *args, **kwargs: reference.prefill_gather_lens(*args, **kwargs) * 100
 )
 """
-"""Another lowering of the op that is compiled, which has the default of its kind."""
+"""A lowering for an op that otherwise has the default of its kind."""
 
 
 def compile_in_fresh_process(package: Path, cache: Path) -> tuple[str, str]:
-    """(result, hit or miss) of one compile with ``package`` in front of everything."""
+    """Compile with this ``package`` first on the path; return the result, and "hit" or "miss"."""
     env = {**os.environ, "PYTHONPATH": str(package), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     done = forked.python("-c", COMPILE, env=env, cwd=package)
     assert done.returncode == 0, done.stderr

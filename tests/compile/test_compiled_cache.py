@@ -1,4 +1,4 @@
-"""Compiled graphs write caches in place: no copy, writes and reads in order, the right layer."""
+"""Compiled graphs write caches in place, without a copy, in order, and to the right layer."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def insert(k, cache, slots):
 
 
 def cache_sized_buffers(code: str, cache: torch.Tensor) -> list[str]:
-    """Allocations in generated code, compiled for fixed sizes, as large as the cache."""
+    """Return the allocations in generated code (for fixed sizes) that are as large as the cache."""
     found = []
     for line in code.splitlines():
         shape = re.search(r"= empty_strided_\w+\(\(([\d, ]*)\),", line)
@@ -48,7 +48,7 @@ def cache_sized_buffers(code: str, cache: torch.Tensor) -> list[str]:
 
 
 class Caches(nn.Module):
-    """Caches of every kind: the second of two layers, of an indexer, and of plain rows."""
+    """Caches of every kind: one of two layers, one of an indexer, and one of plain rows."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_inserts_write_the_caches_where_they_are(how):
 
 
 def test_the_check_for_copies_sees_one():
-    """A copy that is really there is found, so its absence above means something."""
+    """The check finds a copy that exists, so if it finds none, there is none."""
     torch._dynamo.reset()
 
     def functional(k, cache, slots):
@@ -115,7 +115,7 @@ each_kind_of_size = pytest.mark.parametrize(
     ids=["fp8", "plain"],
 )
 def test_inserts_and_reads_keep_their_order(layout, dynamic):
-    """Two inserts into the same slots and a read after each: every read sees its own insert."""
+    """Two inserts write the same slots, and each is followed by a read, which sees that insert."""
     torch._dynamo.reset()
     table = torch.tensor([[0, 1, 2, 3, 4]], dtype=torch.int32)
     lens = torch.tensor([320], dtype=torch.int32)
@@ -137,7 +137,7 @@ def test_inserts_and_reads_keep_their_order(layout, dynamic):
         write(second * 2, cache, slots)
         return before, between, read(cache)
 
-    # small codes and scales: no NaN, no infinity
+    # small codes and scales, so that no value is NaN or infinite
     cache = garbage() & 0x3F if layout is LAYOUT else layout.allocate(BLOCKS).normal_()
     copy = cache.clone()
     expected = step(keys(1), keys(2), copy, SLOTS)
@@ -151,8 +151,8 @@ def test_inserts_and_reads_keep_their_order(layout, dynamic):
 
 @each_kind_of_size
 def test_a_layer_of_a_stacked_cache_is_the_one_that_is_written(dynamic):
-    """The miscompilation that tests/compile/test_upstream.py shows for opaque ops does not reach
-    ours: they are traced into the graph as what they do."""
+    """Opaque ops have the miscompilation of tests/compile/test_upstream.py. Our ops do not, because
+    their launches are traced into the graph."""
     torch._dynamo.reset()
     stacked = torch.stack([garbage() + layer for layer in range(3)])
     expected = stacked.clone()
@@ -166,7 +166,7 @@ def test_a_layer_of_a_stacked_cache_is_the_one_that_is_written(dynamic):
 
 @pytest.mark.usefixtures("vectors")
 def test_bits_of_nan_survive_compiled_copies():
-    """RoPE values and plain rows are copied bit for bit, NaN payloads too, by fused code too."""
+    """RoPE values and plain rows are copied bit for bit, NaN payloads included, by fused code."""
     torch._dynamo.reset()
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     k = torch.zeros(1024, 512, dtype=torch.bfloat16)

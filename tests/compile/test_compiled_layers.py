@@ -23,14 +23,14 @@ from tests.helpers import nightly
 from tests.support.layers import HEADS, HIDDEN, SPEC, Engine, SmallLayer, caches_of, poison
 
 pytestmark = pytest.mark.slow
-# tokens of every request, and padding: prefill, a mixture, decodes, speculative decodes
+# tokens of each request, and padding: prefill, a mixture, decodes, speculative decodes
 STEPS = (([5, 2, 0, 9], 3), ([1, 17, 6, 1], 0), ([1, 1, 1, 1], 2), ([3, 3, 2, 0], 0))
 
 
 @contextmanager
 def scalar_code() -> Iterator[None]:
-    """Half the code for g++: what is looked at here is not its speed."""
-    once = {"cpp.simdlen": 1, "aot_inductor.debug_compile": True}  # and -O0 for packages
+    """Compile without SIMD: g++ then takes half the time, and these tests measure no speed."""
+    once = {"cpp.simdlen": 1, "aot_inductor.debug_compile": True}  # and packages with -O0
     with torch._inductor.config.patch(once):
         yield
 
@@ -41,8 +41,8 @@ def hidden(counts: list[int], padding: int) -> Tensor:
 
 
 def run_beside(layer: SmallLayer, call: Any) -> None:
-    """Every step of a layer by ``call``, and of its twin in eager mode: bf16 that a compiler keeps
-    in float32 between two stages may move a code."""
+    """Run every step with ``call``, and eagerly on an equal layer. Codes may differ, because
+    compiled code keeps some values in float32 that eager code rounds to bf16."""
     twin = SmallLayer(layer.kind, layer.spec)
     engines = Engine(layer), Engine(twin)
     poison(layer)
@@ -75,7 +75,7 @@ def run_beside(layer: SmallLayer, call: Any) -> None:
     ],
 )
 def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
-    """Nothing opaque, no graph break, no recompile, no copy of a cache; with a plan too."""
+    """The graph has no opaque call, no break, no recompile and no copy of a cache."""
     torch._dynamo.reset()
     counters.clear()
     layer = SmallLayer(kind, SPEC)
@@ -84,7 +84,7 @@ def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=how)
     counts, padding = STEPS[0]
     batch = Engine(layer).batch(counts, padding)
-    # a float that starts as a symbol and ends as a constant has the graph traced twice
+    # Dynamo would trace twice if a float begins as a symbol and ends as a constant
     settings = {"error_on_recompile": True, "specialize_float": True}
     with scalar_code(), torch._dynamo.config.patch(settings):
         if kind == "window":
@@ -96,7 +96,7 @@ def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
 
 
 class Packaged(torch.nn.Module):
-    """The layer as a function of a batch and of its caches."""
+    """The layer as a function of a batch and its caches."""
 
     def __init__(self, layer: SmallLayer) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Packaged(torch.nn.Module):
 
 @pytest.mark.nightly("steps of one token on a GPU; the C++ of this takes g++ a minute")
 def test_one_token_has_the_graph_of_several():
-    """On a CPU, of references that view slices of rows, and that multiply in groups."""
+    """On a CPU, references that slice rows or multiply in groups do not depend on the size 1."""
     weight, scale = torch.ones(256, 512).to(torch.float8_e4m3fn), torch.full((2, 4), 127).byte()
     cos_sin, w_uv = torch.randn(16, 64), torch.randn(2, 512, 16).bfloat16()
 

@@ -1,4 +1,4 @@
-"""Steps with a plan as inputs and as results of compiled, exported and packaged code; the kernel by
+"""Steps with a plan as inputs and results of compiled, exported and packaged code; and kernels with
 the plans of layers, in Triton's interpreter."""
 
 from dataclasses import fields
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class OfStep(nn.Module):
-    """A layer as a function of hidden states, a step and caches."""
+    """A layer as a function of hidden states, a step, and caches."""
 
     def __init__(self, layer: SmallLayer) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class OfStep(nn.Module):
 
 
 def any_size(tree: Any) -> Any:
-    """``dynamic_shapes`` of dataclasses and tuples of tensors."""
+    """Return ``dynamic_shapes`` for dataclasses and tuples of tensors."""
     if isinstance(tree, Tensor):
         return dict.fromkeys(range(tree.dim()), torch.export.Dim.AUTO)
     if isinstance(tree, tuple):
@@ -49,7 +49,7 @@ def any_size(tree: Any) -> Any:
     ],
 )
 def test_steps_of_any_size_are_inputs_of_an_exported_layer(heads: int, tmp_path: Path) -> None:
-    """Nightly of its package. A plan has rows for the tokens, a symbol, and for the programs."""
+    """A plan has a row per token, a symbol, and a row per program. Nightly, a package runs too."""
     layer = SmallLayer("c128", PLAIN)
     poison(layer)
     caches, inputs = tuple(cache.clone() for cache in caches_of(layer).values()), []

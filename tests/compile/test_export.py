@@ -1,5 +1,5 @@
-"""AOTInductor packages: run where dsv4_ops is never imported, in Python and in a C++ program linked
-to libtorch only."""
+"""AOTInductor packages run without dsv4_ops, in Python and in a C++ program that links libtorch
+only."""
 
 import subprocess
 import zipfile
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.slow
 
 
 QUICKLY = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1}
-"""-O0, checks of the inputs, and no vectors, of which every loop has several forms: a fraction of
-the time; test_contract.py and test_indexer.py compile as users do."""
+"""Compile with -O0, with checks of the inputs, and without SIMD, which takes a fraction of the
+time. test_contract.py and test_indexer.py compile as users do."""
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory) -> Path:
-    """The C++ program, compiled once for the tests of this file."""
+    """Build the C++ program once for all tests of this file."""
     made = build_cpp_runner(tmp_path_factory.mktemp("runner"))
     assert "libtorch_cpu" in linked(made)
     assert_without_python(made)
@@ -53,7 +53,7 @@ def assert_without_python(binary: Path) -> None:
 
 
 def writes(spec: OpSpec, case: Case) -> bool:
-    """Whether a call changes every argument that the op writes to."""
+    """Return whether a call changes every argument that the op writes to."""
     outcome = reference(spec, case)
     changed = outcome[len(outcome) - len(spec.mutated) :]
     given = (case.tensors[place] for place in spec.mutated)
@@ -61,7 +61,7 @@ def writes(spec: OpSpec, case: Case) -> bool:
 
 
 class Packaged:
-    """One op of a package of several."""
+    """An op in a package of several ops."""
 
     def __init__(self, spec: OpSpec) -> None:
         self.spec = spec
@@ -71,7 +71,7 @@ class Packaged:
         self.num_results = len(self.expected) - len(spec.mutated)
 
     def assert_agrees(self, runtime: str, returned, inputs) -> None:
-        """What the package returned, and its inputs as it left them."""
+        """Assert the results of the package, and the values that it wrote to its inputs."""
         what = f"{self.spec.name}, {runtime}"
         written = [inputs[place] for place in self.spec.mutated]
         agreed = (*returned, *written), self.expected
@@ -88,8 +88,8 @@ PACKAGED = [
     "save_compressor_states",
     "swa_indices_and_lens",
 ]
-"""One op of every kind: IR, decomposed, bytes, states, several results, writes to the first, the
-second and the third argument; `make demo` packages a model, with attention in it."""
+"""At least one op of every kind: IR, decomposed, bytes, states, several results, and writes to the
+first, the second or the third argument. `make demo` packages a model with attention."""
 
 
 OTHERS = [name for name in OPS if name not in PACKAGED]
@@ -99,7 +99,7 @@ OTHERS = [name for name in OPS if name not in PACKAGED]
     "name", [*PACKAGED, *nightly("one of every kind; test_opcheck traces the others", *OTHERS)]
 )
 def test_every_op_survives_export(name):
-    """The program names the op and runs it for all sizes, on the caller's tensors."""
+    """The program contains the op, and runs it for all sizes, on the caller's tensors."""
     op = Packaged(OPS[name])
     program = checks.export_dynamic(op.call, op.inputs)
     assert op.spec.op in {node.target for node in program.graph.nodes}
@@ -128,9 +128,9 @@ def packages():
 
 @pytest.mark.parametrize("names", packages())
 def test_ops_survive_packages(names, request, tmp_path):
-    """Many ops in one package: none of them needs a registration where the package runs, and those
-    that write do so to the caller's tensors, in Python and, nightly, in C++. With them a launch of
-    a kernel in Gluon, of which the package has the binary. No library of Python is linked."""
+    """A package of many ops runs without registrations, and writes to the caller's tensors, in
+    Python and (nightly) in C++. The package also launches a Gluon kernel, whose binary it contains.
+    It links no library of Python."""
     ops = [Packaged(OPS[name]) for name in names]
     launches = [] if names is not PACKAGED or played_launch is None else [*map(Launch, (7, 2, 200))]
     ops += launches[:1]

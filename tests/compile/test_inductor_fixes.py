@@ -1,4 +1,4 @@
-"""The repair of Inductor's scheduler; ``test_examples.py`` runs graphs that need it."""
+"""The repair of Inductor's scheduler; ``test_examples.py`` runs graphs that need the repair."""
 
 import functools
 
@@ -10,7 +10,7 @@ from dsv4_ops.lowering import _compat, inductor_fixes
 
 
 class Node:
-    """As much of a scheduler node as recomputing it takes."""
+    """A scheduler node, as far as its recomputation needs one."""
 
     def __init__(self, reads, renames):
         from torch._inductor.dependencies import ReadWrites
@@ -21,7 +21,8 @@ class Node:
         self.set_read_writes(self.found.rename(renames))
 
     def _compute_attrs(self, **_):
-        """What an analysis of the loops finds: nothing that was added later."""
+        """Compute what an analysis of the loops finds; this drops dependencies that were added
+        later."""
         self.read_writes = self.found
 
     def set_read_writes(self, read_writes):
@@ -41,11 +42,11 @@ def names(node):
 @pytest.fixture(autouse=True)
 def _fixed():
     inductor_fixes.fix_scheduler()
-    inductor_fixes.fix_scheduler()  # once is enough
+    inductor_fixes.fix_scheduler()  # a second call does nothing
 
 
 def test_a_read_after_a_write_stays_after_it():
-    """The cache, argument 5, was written by the node of buffer 146."""
+    """The node of buffer 146 wrote the cache, which is argument 5."""
     node = Node([memory("arg5"), memory("buf7")], {"arg5": "buf146"})
     assert names(node) == {"buf146", "buf7"}
     _compat.SchedulerNode.recompute_size_and_body(node)
@@ -66,7 +67,7 @@ def test_other_nodes_are_as_they_were():
 
 
 def test_a_compile_on_a_cpu_is_fixed():
-    """Any op of ours in the graph is enough."""
+    """One op of ours in the graph is enough to repair the scheduler."""
     import dsv4_ops
 
     starts, lens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
@@ -77,7 +78,7 @@ def test_a_compile_on_a_cpu_is_fixed():
 
 
 class Loop:
-    """As much of a loop as its code takes: inputs by what C++ calls them."""
+    """A loop, as far as code generation needs one: its inputs have their names in C++."""
 
     def __init__(self, *inputs):
         self.additional_inputs = [inductor_fixes._NamedInput(each) for each in inputs]
@@ -87,7 +88,7 @@ class Loop:
 
 
 class Wrapper:
-    """Writes lines, and a loop as the names that it reads."""
+    """Records lines; code for a loop is the names that the loop reads."""
 
     def __init__(self):
         self.lines, self.fails = [], False
@@ -103,18 +104,18 @@ class Wrapper:
 
 @pytest.fixture
 def wrapper(monkeypatch):
-    """A wrapper of a class of its own, fixed."""
+    """Return a wrapper of a new class, with our fix."""
     kind = type("Wrapped", (Wrapper,), {"codegen_while_loop": Wrapper.codegen_while_loop})
     again = functools.cache(inductor_fixes.fix_while_loop.__wrapped__)
     monkeypatch.setattr(inductor_fixes, "fix_while_loop", again)
     monkeypatch.setattr(_compat, "CppWrapperCpu", kind)
     inductor_fixes.fix_while_loop()
-    inductor_fixes.fix_while_loop()  # once is enough
+    inductor_fixes.fix_while_loop()  # a second call does nothing
     return kind()
 
 
 def test_views_that_a_loop_reads_have_names(wrapper):
-    """A view is a call in C++, a temporary; a buffer has a name already."""
+    """In C++ a view is a call, so a loop needs a name for it; a buffer has a name."""
     wrapper.codegen_while_loop(Loop("buf3", "wrap(view(arg5, 64))", "arg1"))
     name = "loop_input_1"
     assert wrapper.lines == [f"auto {name} = wrap(view(arg5, 64));", ["buf3", name, "arg1"]]

@@ -1,4 +1,4 @@
-"""Lowerings of tensors that a graph makes of nothing: Inductor has their sizes as ints."""
+"""Lowerings accept tensors that a graph creates, whose sizes Inductor passes as ints."""
 
 import torch
 
@@ -35,7 +35,7 @@ def test_sizes_may_be_ints():
 
 
 def test_requests_of_one_token_counted_in_the_graph():
-    """As drafts are: speculative steps did not compile."""
+    """Speculative steps count drafts in this way, and once failed to compile."""
 
     def step(lens):
         starts = torch.arange(len(lens) + 1, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""Caches that are views of one pool, as in vLLM: compiled code leaves every byte of the pool as
-eager code does."""
+"""Caches that are views of one pool, as in vLLM: compiled code writes the same bytes of the pool as
+eager code."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MAIN, STATES = MainLayout(4), StateLayout(4, 2048)
 def write_and_read(
     swa: Tensor, rows: Tensor, states: Tensor, keys: Tensor, kv_score: Tensor, slots: Tensor
 ) -> Tensor:
-    """Window keys, states and rows; then the keys are read."""
+    """Write window keys, states and rows; then read the keys."""
     ops.quantize_and_insert_k_cache(keys, swa, slots, block_size=4)
     table = i32([[0, 1]])
     ops.save_and_compress(
@@ -59,7 +59,7 @@ def test_code_of_inductor_has_no_copy_of_a_cache() -> None:
 
 @pytest.mark.parametrize("shape", [(192,), (2, 96)])
 def test_the_pool_is_the_memory_of_the_caches_by_hand(shape: tuple[int, ...]) -> None:
-    """Blocks of 96 bytes: a row of two floats at byte 32 of each."""
+    """Blocks have 96 bytes; at byte 32 of each is a row of two floats."""
     pool = torch.zeros(*shape, dtype=torch.uint8)
     cache = pool_view(pool, PlainLayout(1, 2, torch.float32), block_stride=96, offset=32)
     assert cache.shape == (2, 1, 2)
@@ -112,14 +112,14 @@ def test_a_pool_that_is_a_view_is_refused(how: str) -> None:
         "another, got a view of another tensor. Make it before the call, and pass no view of it."
     )
     if how == "beside a view of it":
-        message = "non-differentiable view input mutations"  # AOTAutograd's
+        message = "non-differentiable view input mutations"  # an error of AOTAutograd
     with pytest.raises(Exception, match=message), torch.no_grad():
         torch.compile(write, fullgraph=True, backend="aot_eager")(pool, cache)
     assert not pool.any()
 
 
 def test_views_that_hide_that_they_share_memory_are_refused() -> None:
-    """They are apart for a compiler, which is then wrong; views of one storage it knows about."""
+    """A compiler takes these views for separate memory; of views of one storage it knows better."""
     pool = torch.zeros(4 * PAGE, dtype=torch.uint8)
     swa, states = (pool_view(pool, each, block_stride=PAGE) for each in (MAIN, STATES))
     check_apart(swa=swa, states=states, other=MAIN.allocate(2))

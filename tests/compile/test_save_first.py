@@ -1,4 +1,4 @@
-"""Compiled and packaged, ``save_first`` saves states before a window reads them."""
+"""Compiled and packaged steps with ``save_first`` save states before a window reads them."""
 
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What graphs of CUDA hold of an op with a kernel: its launches, or under ``run_time_launches`` a
-call of the op where sizes are symbols. Traced over fake tensors, which need no GPU."""
+"""CUDA graphs contain an op's kernel launches or, under ``run_time_launches`` with symbolic sizes,
+a call of the op. The graphs are traced over fake tensors, which need no GPU."""
 
 from contextlib import nullcontext
 
@@ -25,7 +25,7 @@ def insert(k, cache, slots):
 
 ROUTER = {"top_k": 8, "num_groups": 8, "kept_groups": 4, "scale": 2.5, "normalize": True}
 BF16, F32 = torch.bfloat16, torch.float32
-# a call of N tokens, and its tensors
+# a call for N tokens, and its tensors
 CALLS = {
     "indexer_topk": (
         lambda logits, lens: (ops.indexer_topk(logits, lens, topk=64),),
@@ -42,7 +42,7 @@ CALLS = {
 
 
 def targets(name, *, symbolic):
-    """What the nodes of the graph of a call of 8 tokens on CUDA call."""
+    """Return the functions that the graph of a call calls, for 8 tokens on CUDA."""
     function, arguments = CALLS[name]
     shapes = ShapeEnv()
     tokens = 8
@@ -69,7 +69,7 @@ def targets(name, *, symbolic):
     ids=["known sizes", "symbols", "packages", "other graphs"],
 )  # fmt: skip
 def test_what_graphs_hold(name, run_time, packaged, symbolic, launched, monkeypatch):
-    """Launches, but for symbols where a step leaves them to the call; packages have them."""
+    """Graphs contain launches, except for symbolic sizes under ``run_time_launches``."""
     monkeypatch.setattr(external, "packaging", lambda: packaged)
     with run_time_launches() if run_time else nullcontext():
         called = targets(name, symbolic=symbolic)

@@ -1,4 +1,4 @@
-"""Bugs of torch that our rules steer around; a test that starts to fail says that a rule can go."""
+"""Bugs of torch that our rules avoid. If a test fails, the bug is fixed, and the rule can go."""
 
 import pytest
 import torch
@@ -19,16 +19,14 @@ fill_row = torch.ops.dsv4_ops_tests.fill_row.default
 
 
 def written_layer(caches: torch.Tensor) -> list[int]:
-    """Layers of [layers, rows, width] that hold anything but 0."""
+    """Return the indices of layers of [layers, rows, width] that are not all 0."""
     return [layer for layer in range(caches.shape[0]) if caches[layer].any()]
 
 
 @pytest.mark.slow
 def test_mutating_op_on_a_layer_of_a_graph_input_writes_layer_0():
-    """With symbolic sizes, `op(cache[layer])` of an input writes elsewhere.
-
-    Hence caches are registered buffers or one tensor per layer (test_compiled_cache.py).
-    """
+    """With symbolic sizes, `op(cache[layer])` on a graph input writes to layer 0. So caches are
+    registered buffers, or one tensor per layer (test_compiled_cache.py)."""
     torch._dynamo.reset()
     caches, rows = torch.zeros(3, 8, 6), torch.tensor([2, 5])
     compiled = torch.compile(

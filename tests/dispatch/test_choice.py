@@ -1,5 +1,5 @@
-"""``choice_of`` names what runs: every case of every op, on tensors without memory, whose launches
-are taken down."""
+"""``choice_of`` names the implementation that runs, for all cases of all ops. Tensors are on the
+device meta, and launches are recorded instead of run."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ WITH_KERNEL = [name for name, spec in OPS.items() if spec.has_kernel]
 
 @pytest.fixture(params=CAPABILITIES)
 def gpu(request, monkeypatch):
-    """A GPU of these days, whose tensors are on the device "meta"."""
+    """Simulate a current GPU, whose tensors are on the device meta."""
     capability = CAPABILITIES[request.param]
     monkeypatch.setattr(choice, "DEVICES", ("meta",))
     monkeypatch.setattr(limits, "capability_of", lambda device: capability)
@@ -34,7 +34,7 @@ def gpu(request, monkeypatch):
 
 
 def calls_of(name):
-    """The cases of an op, and the typical calls that `make kernels` compiles."""
+    """Return the cases of an op, and the example calls that `make kernels` compiles."""
     cases = [case.on("meta") for case in testing.cases_of(name)]
     examples = kernels.examples().items() if OPS[name].has_kernel else ()
     for variant, (tensors, settings) in examples:
@@ -44,7 +44,7 @@ def calls_of(name):
 
 
 def what_runs(name, case, capability, monkeypatch):
-    """Names of what an eager call runs: launched kernels count as "triton"."""
+    """Return the names of what an eager call runs; our kernels count as "triton"."""
     spec, ran = OPS[name], set()
 
     @functools.wraps(spec.reference)
@@ -64,7 +64,7 @@ def what_runs(name, case, capability, monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **kwargs: ran.add(TRITON)
 
-    # a launcher that returned a reference would call this one
+    # if a launcher returned the reference's result, it would call this function
     monkeypatch.setattr(importlib.import_module(f"dsv4_ops.reference.{spec.stem}"), name, reference)
     monkeypatch.setattr(define, "_eager", lambda: Launcher(Kernel, capability=capability))
     observed = dataclasses.replace(spec, reference=reference, launch_with=launch_with)
@@ -129,7 +129,7 @@ def test_explain_says_the_same(name):
 
 
 def test_a_fake_changes_no_cache_key():
-    """Which libraries there are is in the key from the import on."""
+    """The key names the installed libraries from the import on."""
     before = torch.compiler.config.cache_key_tag
     for name in (name for name, spec in OPS.items() if spec.has_choice):
         case = testing.cases_of(name)[0].on("meta")

@@ -1,4 +1,4 @@
-"""What AOTAutograd asks of an op before it traces."""
+"""AOTAutograd knows what an op writes and returns before it traces the op."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from dsv4_ops.lowering import kinds
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_lowering_is_traced_once(training, monkeypatch):
-    """Schema and fake say what is written and returned, in a graph with gradients too."""
+    """Schema and fake say what an op writes and returns, also in graphs with gradients."""
     traced, trace = [], kinds._traced
 
     def counted(mode, function, *call):

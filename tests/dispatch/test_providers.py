@@ -1,5 +1,5 @@
-"""``impl=``: what runs, what is refused and why, and what ``auto`` takes. With the libraries
-themselves: tests/gpu/test_providers.py."""
+"""``impl=``: which implementation runs, which calls are refused and why, and what ``auto`` selects.
+tests/gpu/test_providers.py runs the libraries."""
 
 import sys
 
@@ -144,7 +144,7 @@ def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
     assert message(NotImplementedError, name, heads, impl="flash_mla") == text
     settings = {"layout": "v4_fp8", "num_splits": 0, "batch_invariant": False, **heads.settings}
     known = {key: settings[key] for key in OPS[name].parameters if key in settings}
-    with pytest.raises(NotImplementedError) as error:  # as exported programs call it
+    with pytest.raises(NotImplementedError) as error:  # as exported programs call the op
         OPS[name].op(*heads.tensors, **known, impl="flash_mla")
     assert str(error.value) == text
     if name in (GATHERED, PREFILL):
@@ -165,7 +165,7 @@ def dense(heads=4, **made):
 
 
 def apart(case):
-    """The call with blocks of rows that lie apart."""
+    """Return the call with gaps between the blocks of its caches."""
     q, cache, *rest = case.tensors
     wide = torch.zeros(cache.shape[0], 65, 576).bfloat16()[:, :64]
     settings = {name: case.settings[name] for name in ("softmax_scale", "block_size")}

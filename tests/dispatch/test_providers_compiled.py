@@ -1,4 +1,4 @@
-"""Calls that ``benchmarks.choice`` makes, the kernels around the libraries, and compile caches."""
+"""Calls of ``benchmarks.choice``, kernels around the libraries' calls, and compile caches."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
-    """Of every op and sizes that rules are about, and says which library does not run."""
+    """It makes calls for all ops and sizes of the rules, and names libraries that do not run."""
     for op in bench_choice.SIZES:
         call = bench_choice.calls(op, 3, 64, 64, torch.device("cpu"))[0]
         expected = call(impl="reference")
@@ -67,8 +67,8 @@ print(fake_flash_mla.calls, counters["aot_autograd"]["autograd_cache_hit"])
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*nightly("its code needs our ops too", "build"), "module"])
 def test_cached_code_of_a_library_is_found_by_processes_that_have_it(kind, tmp_path):
-    """The second process has not traced the call; one without the library must not find it. Of a
-    module, whose functions are no ops, the code calls ours."""
+    """The second process did not trace the call. A process without the library must not load the
+    code. If the library is a module, whose functions are no ops, the code calls an op of ours."""
     if kind == "module":
         (tmp_path / "flash_mla.py").write_text(MODULE)
     env = {

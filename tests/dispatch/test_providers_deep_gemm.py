@@ -1,4 +1,4 @@
-"""DeepGEMM's adapter over a stand-in that refuses what the library would misread."""
+"""DeepGEMM's adapter with a fake that refuses arguments that DeepGEMM would misread."""
 
 import re
 import sys
@@ -56,7 +56,7 @@ def test_the_adapter_selects_what_the_reference_selects(topk, slots, deep_gemm):
 
 
 def test_the_adapter_scores_rows_of_tokens_one_by_one(deep_gemm):
-    """They may be of several requests, and then no row of blocks serves all of them."""
+    """Tokens may be of several requests, so that no row of the block table serves all of them."""
     queries, lens, rows = indexer_call(4)
     settings = {"block_size": 64, "num_rows": 256}
     upstream = ops.indexer_logits(*queries, lens.view(3, 3), *rows, **settings, impl="deep_gemm")
@@ -70,7 +70,7 @@ def test_the_adapter_scores_rows_of_tokens_one_by_one(deep_gemm):
 
 
 def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
-    """The stand-in refuses any but that of the lengths that count; others ignore it."""
+    """The fake refuses a schedule for other lengths than those of valid tokens."""
     queries, lens, rows = indexer_call(3)
     counted = torch.where((rows[0] >= 0) & (rows[0] < 3), lens, 0).clamp(max=256)
     sizes = {"block_size": 64, "num_sms": providers.deep_gemm_num_sms()}
@@ -137,9 +137,9 @@ def test_deep_gemm_is_in_no_package(deep_gemm, tmp_path, monkeypatch):
     text += "Its functions are no ops of torch, and a package calls nothing else."
     with pytest.raises(Exception, match=re.escape(text)):
         packaged("deep_gemm")
-    if torch.__version__ < "2.12":  # whose CPU packages do not compile with FP8 arguments
+    if torch.__version__ < "2.12":  # earlier CPU packages do not compile with FP8 arguments
         return
-    # auto takes ours there: here the reference, for want of a GPU, in a package of sources
+    # in a package, auto selects ours: here the reference, as there is no GPU
     monkeypatch.setattr(choice, "is_faster", faster_from("indexer_logits", "deep_gemm", 1))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     monkeypatch.setattr(choice, "ours", lambda spec: "reference")

@@ -1,4 +1,4 @@
-"""FlashMLA's adapter over a stand-in that refuses what the library would misread."""
+"""FlashMLA's adapter with a fake that refuses arguments that FlashMLA would misread."""
 
 from itertools import product
 
@@ -24,9 +24,8 @@ pytestmark = pytest.mark.usefixtures("scalar_loops")
 @pytest.mark.parametrize("heads", [64, *nightly("64 heads", 128)])
 @pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
 def test_the_adapter_gives_what_the_reference_gives(name, heads, flash_mla):
-    """Adversarial slots and lengths, lists of odd widths, NaN in unused rows, sinks of inf, tokens
-    without
-    keys: the stand-in refuses what the library would misread."""
+    """Calls have adversarial slots and lengths, lists of odd widths, NaN in unused rows, sinks of
+    inf, and tokens without keys."""
     for seed in range(3 if NIGHTLY else 2):
         case = CASES[name](seed, heads)
         check(name, case, call(name, case, impl="flash_mla"))
@@ -67,7 +66,7 @@ def test_the_rotation_is_undone_behind_it(flash_mla):
 
 
 def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
-    """The lengths of these differ: the stand-in refuses a plan that they decide."""
+    """The calls have different lengths, and the fake refuses a plan that depends on lengths."""
     first, second = (decode_case(seed, 7, 64) for seed in (1, 2))
     plan = plan_of(first)
     assert len(flash_mla.calls) == 1
@@ -76,7 +75,7 @@ def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
 
 
 def metadata_of(name, case, **changed):
-    """Of the lengths that FlashMLA gets from such a call."""
+    """Return the metadata for the lengths that FlashMLA gets from such a call."""
     tensors, paged = case.tensors, name == PAGED
     extra = tensors[5] if paged else tensors[6]
     table = tensors[7] if paged else tensors[5]
@@ -94,7 +93,7 @@ def planned_as(name, case, plan, **settings):
 
 @pytest.mark.parametrize("name", [DECODE, PAGED])
 def test_metadata_of_the_lens_is_not_made_again(name, flash_mla):
-    """The stand-in refuses any other than its own."""
+    """The fake refuses metadata for other lengths."""
     case = CASES[name](5)
     metadata = metadata_of(name, case)
     check(name, case, planned_as(name, case, metadata))
@@ -109,7 +108,7 @@ def test_metadata_of_the_lens_is_not_made_again(name, flash_mla):
 
 
 def test_metadata_is_ignored_where_flash_mla_does_not_run():
-    """ "auto" takes no library on a CPU."""
+    """On a CPU, "auto" selects no library."""
     case = CASES[DECODE](5)
     metadata = metadata_of(DECODE, case)
     check(DECODE, case, planned_as(DECODE, case, metadata, impl="auto"))
@@ -124,7 +123,7 @@ def test_metadata_of_a_window_alone(flash_mla):
 
 
 def test_metadata_at_any_place_of_a_buffer(flash_mla):
-    """FlashMLA reads its rows whole, from multiples of 32 bytes."""
+    """FlashMLA reads rows of its metadata as units of 32 bytes, which must be aligned."""
     case = CASES[DECODE](5)
     metadata = metadata_of(DECODE, case)
     buffer = torch.zeros(metadata.numel() + 3, dtype=torch.int32)
@@ -173,7 +172,7 @@ def test_a_plan_of_other_sizes_is_refused(name, flash_mla):
 
 
 def test_a_plan_goes_with_its_kernel(flash_mla):
-    """error_rows/mla.py has FlashMLA's for the reference, and beside ours."""
+    """error_rows/mla.py tests FlashMLA's plan with the reference, and two plans in one call."""
     case = decode_case(1, 7, 64)
     bare = type(case)("without its optional tensors", case.tensors[:8], case.settings)
     ours = ops.sparse_mla_plan(case.tensors[3], case.tensors[6], num_heads=64)
@@ -226,7 +225,7 @@ def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
         return tuple(getattr(ops, name)(*given, **case.settings, impl="flash_mla"))
 
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
-    # a float that starts as a symbol and ends as a constant has the graph traced twice
+    # Dynamo would trace twice if a float begins as a symbol and ends as a constant
     with torch._dynamo.config.patch(specialize_float=True):
         actual, code = compile_and_get_code(compiled, *(case.tensors[place] for place in present))
     check(name, case, actual, "compiled")
@@ -236,13 +235,13 @@ def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
     calls = [line for line in code.splitlines() if f"torch.ops._flashmla_C.{op}" in line]
     assert len([line for line in calls if "#" not in line]) == 1, calls
     assert [line for line in opaque_calls(code) if not line.startswith("assert_")] == []
-    if name != GATHERED:  # the caches are passed as they are
+    if name != GATHERED:  # the caches are passed unchanged
         cache = case.tensors[1]
         assert f"empty_strided_cpu(({cache.shape[0]}," not in code
 
 
 def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
-    """And is compiled once."""
+    """And it is compiled once."""
     monkeypatch.setattr(choice, "is_faster", providers_on_cpu.faster_from(DECODE, "flash_mla", 2))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     seen = []
@@ -272,10 +271,10 @@ def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
 
 @pytest.mark.parametrize("name", [DECODE, *nightly("another op", GATHERED, DENSE)])
 def test_the_module_of_deepseek(name, flash_mla_module):
-    """Each of its functions."""
+    """All functions of the module run."""
     case = CASES[name](3)
     check(name, case, call(name, case, impl="flash_mla"))
-    # the graph has the same op of ours in all of them, which Inductor calls as it is
+    # each graph contains the same op of ours, which Inductor calls
     compiled = torch.compile(
         lambda *tensors: getattr(ops, name)(*tensors, **case.settings, impl="flash_mla"),
         fullgraph=True,

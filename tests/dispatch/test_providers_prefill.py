@@ -1,6 +1,6 @@
-"""FlashMLA behind ``sparse_mla_prefill``, over a stand-in that refuses what the library would
-misread: by hand, over sampled calls and over adversarial ones, and what is refused. With the
-library: tests/gpu/test_providers_prefill.py."""
+"""FlashMLA for ``sparse_mla_prefill``, with a fake that refuses arguments that FlashMLA would
+misread: by hand, over sampled and adversarial calls, and errors.
+tests/gpu/test_providers_prefill.py runs the library."""
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ def agrees(case: Case) -> None:
 
 
 def test_what_is_gathered_by_hand():
-    """Windows of 3 of positions 5 and 9, and of position 1; rows of two positions. A request of no
-    token has none, one past its table none of the window."""
+    """The window is 3; tokens are at positions 5, 9 and 1; a row holds two positions. A request
+    without tokens has no rows, and a token past its table has no window keys."""
     table = torch.zeros(4, 5, dtype=torch.int32)
     source = Source(torch.empty(7, 0), table, 2)
     positions, requests = i64([9, 5, 1, -1, 40, 7, 3]), i32([0, 0, 2, 0, 3, 9, -1])
@@ -49,8 +49,8 @@ def test_what_is_gathered_by_hand():
     assert spans.counts.tolist() == [7, 0, 2, 0]
     assert spans.compressed.tolist() == [5, 0, 1, 10]
     slots, lens = list_rows(made, spans, 8)
-    assert slots.shape == (7, 16)  # 3 of the window and 10
-    # rows 0..9 of a request are compressed ones, 10 is the first of its window: position 3
+    assert slots.shape == (7, 16)  # 3 tokens of the window, and 10
+    # rows 0..9 are compressed rows of the request; 10 is the first window key: position 3
     assert slots[0].tolist() == [14, 15, 16, 0, 1, 2, 3, 4, *[-1] * 8]
     assert slots[1].tolist() == [10, 11, 12, 0, 1, 2, *[-1] * 10]
     assert slots[2].tolist() == [-1, 50, 51, 40, *[-1] * 12]
@@ -62,7 +62,7 @@ def test_what_is_gathered_by_hand():
 @pytest.mark.parametrize("heads", [64, *nightly("64 heads", 128)])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_adapter_gives_what_the_reference_gives(mode, heads, flash_mla):
-    """Ragged requests, padding, blocks that do not exist, NaN in unused blocks, sinks of inf."""
+    """Calls have ragged requests, padding, absent blocks, NaN in unused blocks, sinks of inf."""
     for seed, tokens in ((0, 40), (1, 1), (2, 9)):
         agrees(prefill_case(seed, tokens, heads, mode, **SMALL))
     assert flash_mla.calls == ["prefill"] * 3
@@ -84,8 +84,8 @@ def test_windows_and_page_sizes(window, block, flash_mla):
     max_reqs=st.sampled_from((1, 3)),
 )
 def test_adversarial_calls(flash_mla, seed, mode, tokens, window, block, max_reqs):
-    """Every integer is sampled from what exists and from what does not, in any mixture; without the
-    NaN of blocks that no table has named before."""
+    """Every integer is replaced at random by one that names nothing. Blocks that no table named
+    before hold no NaN here."""
     sizes = {"window": window, "block": block, "max_reqs": max_reqs}
     case = prefill_case(seed % 1000, tokens, 64, mode, longest=100, topk=3, cache_seed=1, **sizes)
     made = generator(seed)
@@ -113,7 +113,7 @@ def test_adversarial_calls(flash_mla, seed, mode, tokens, window, block, max_req
 
 @pytest.mark.parametrize("name", CASES)
 def test_queries_at_any_address(name, flash_mla):
-    """The library copies from multiples of 16 bytes; dense queries may start between them."""
+    """The library reads queries in units of 16 bytes; dense queries may be unaligned."""
     case = CASES[name](1)
     q = case.tensors[0]
     moved = torch.cat([q.new_zeros(1), q.flatten()])[1:].view(q.shape)
@@ -134,17 +134,17 @@ def test_batches_and_tables_of_nothing(flash_mla):
     tables = ("swa_block_table", "extra_block_table")
     given = dict(zip(PLACES, case.tensors, strict=True))
     for changed in (
-        {name: given[name][:0] for name in tables},  # no request
+        {name: given[name][:0] for name in tables},  # no requests
         {name: given[name][:, :0] for name in tables},
         {"swa_block_table": given["swa_block_table"][:, :0]},
         {"extra_block_table": given["extra_block_table"][:, :0]},
-        {name: given[name][:0] for name in ("swa_cache", "extra_cache")},  # no block
+        {name: given[name][:0] for name in ("swa_cache", "extra_cache")},  # no blocks
     ):
         agrees(but(case, **changed))
 
 
 def wide(case: Case, requests: int, swa: int, extra: int) -> Case:
-    """The call with larger tables, of the first block."""
+    """Return the call with wider tables, filled with the first block."""
     tables = {"swa_block_table": swa, "extra_block_table": extra}
     sizes = {name: torch.zeros(requests, count).int() for name, count in tables.items()}
     return but(case, **sizes)
@@ -157,7 +157,7 @@ ROOM = (
 
 
 def test_a_workspace_that_is_too_large_is_refused(on_cpu, monkeypatch):
-    """2 requests of 2^18 rows of the window and as many compressed ones fit; a block more not."""
+    """2 requests of 2^18 window rows and as many compressed rows fit; one more block does not."""
     case = prefill_case(0, 2, 64, "C4", **SMALL)
     large = wide(case, 2, 4096, 4097)
     assert message(NotImplementedError, PREFILL, large, impl="flash_mla") == ROOM
@@ -202,8 +202,8 @@ def test_layouts_that_flash_mla_does_not_read_are_refused(on_cpu):
 
 
 def test_rows_and_keys_that_a_copy_is_of():
-    """Of the window the rows of the tokens and of a window before each request, as far as the
-    tables go."""
+    """The copy has the window keys of the tokens, a window before each request, and the compressed
+    rows of the tables."""
     case = wide(prefill_case(0, 40, 64, "C4", **SMALL), 2, 100, 3)
     values = values_of(case)
     assert prefill.prefilled(values) == 140
@@ -218,7 +218,7 @@ def test_rows_and_keys_that_a_copy_is_of():
 
 
 def sizes_of(tokens, heads, topk, blocks):
-    """Shapes of a prefill of one request, whose tables have so many blocks of 64 rows."""
+    """Return the shapes of a prefill of one request with a table of so many blocks of 64 rows."""
 
     def ints(*shape):
         return torch.empty(shape, dtype=torch.int32, device="meta")
@@ -238,10 +238,10 @@ def sizes_of(tokens, heads, topk, blocks):
 @pytest.mark.parametrize(
     ("sizes", "copies"),
     [
-        ((1, 64, 2048, 80), False),  # few tokens have splits
+        ((1, 64, 2048, 80), False),  # few tokens: the keys are split
         ((33, 128, 4096, 80), False),
         ((67, 64, 2048, 80), True),  # not measured
-        ((512, 64, 512, 80), True),  # 102 us, from the blocks 118 (H200, 2026-11-22)
+        ((512, 64, 512, 80), True),  # 102 us with a copy, 118 from the blocks (H200, 2026-11-22)
         ((256, 64, 512, 80), False),  # 59, 57
         ((256, 64, 1024, 80), True),  # 85, 91
         ((256, 128, 512, 80), True),  # 100, 115
@@ -253,10 +253,10 @@ def sizes_of(tokens, heads, topk, blocks):
         ((512, 64, 0, 16), True),  # all rows of a table
         ((256, 128, 0, 16), True),
         ((256, 64, 0, 16), True),  # 88, 97 (H200, 2026-11-23)
-        ((133, 64, 0, 16), True),  # not measured: the 133rd begins when others are done
+        ((133, 64, 0, 16), True),  # not measured: the 133rd program starts when others have ended
         ((128, 64, 0, 16), False),  # 51, 51
-        ((64, 64, 0, 128), False),  # 23, 14 if the request has 17 of 8192
-        ((512, 64, 0, 128), True),  # 60, 55 likewise
+        ((64, 64, 0, 128), False),  # 23, but 14 if the request has 17 of 8192 rows
+        ((512, 64, 0, 128), True),  # 60, but 55 for 17 rows
         ((512, 64, 512, 2000), False),  # 128000 rows take 64 us
         ((2048, 64, 512, 2000), True),
         ((2**17, 64, 1024, 80), False),  # more lists than 512 MiB

@@ -1,5 +1,5 @@
-"""``impl="scaled_mm"``: what torch's product is given, with a stand-in that refuses what cublasLt
-would. With the product itself: tests/gpu/test_linear.py."""
+"""``impl="scaled_mm"``: the arguments of torch's product, with a fake that refuses what cublasLt
+would refuse. tests/gpu/test_linear.py runs the product."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def call(num_tokens, rows=256, columns=512):
 
 
 def stand_in(x, weight, x_scale, scale, out_dtype):
-    """Scales of x with a stride of 1 over tokens, those of the weight over its columns."""
+    """Check the scales' strides: 1 over tokens for x, and 1 over columns for the weight."""
     (rows, columns), count = x.shape, weight.shape[1]
     blocks = columns // 128
     assert rows % 8 == 0
@@ -112,7 +112,7 @@ def test_it_raises_where_it_does_not_run(monkeypatch):
 
 
 def test_auto_takes_it_from_so_many_tokens_on(on_cpu):
-    """Where it was measured to be faster; and only for activations in FP8."""
+    """These are the measured sizes from which torch is faster; it needs activations in FP8."""
     most = choice.SCALED_MM_TOKENS["fp8_linear"]
     assert choice_of("fp8_linear", *call(most), activations="fp8").impl == "scaled_mm"
     assert choice_of("fp8_linear", *call(most - 1), activations="fp8").impl == "triton"
@@ -125,7 +125,7 @@ def test_auto_takes_it_from_so_many_tokens_on(on_cpu):
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_mm_v2"), reason="torch has none")
 def test_torch_knows_such_a_product():
-    """Its own fake refuses other layouts of the scales."""
+    """Torch's own fake refuses other layouts of the scales."""
     tensors = (tensor.to("meta") for tensor in call(13))
     settings = {"activations": "fp8", "out_dtype": torch.bfloat16, "impl": "scaled_mm"}
     product = scaled_mm.fp8_linear(None, *tensors, None, **settings)

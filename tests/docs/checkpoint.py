@@ -7,6 +7,6 @@ from tests.support.tokenizer import write_tokenizer
 
 
 def save(path):
-    """A bfloat16 model with random weights, and a tokenizer of bytes."""
+    """Save a bfloat16 model with random weights, and a tokenizer of bytes."""
     small_model(dtype=torch.bfloat16).save_pretrained(path)
     write_tokenizer(path)

@@ -1,4 +1,4 @@
-"""The demo: what it measures, and what it says of it."""
+"""The demo: its measurements, and what it prints about them."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def test_stock_decodes_what_its_own_generate_does_and_that_is_no_loop(small, pro
 
 
 def test_ours_decodes_the_tokens_of_stock(small, prompts):
-    """Across the end of the window and of a C128 window, at position 128."""
+    """The texts pass position 128, where the window and a C128 window end."""
     expected = measure.decode(stock.Stock(small, prompts), 8)
     patched = v4.patch(small, kv="fp32", precision="reference")
     try:
@@ -55,7 +55,7 @@ def test_ours_decodes_the_tokens_of_stock(small, prompts):
 
 
 class Growing:
-    """A side whose cache is a Python int: every step is another graph."""
+    """A side with a Python int in its cache: every step is another graph."""
 
     def __init__(self):
         self.prompts = torch.zeros(2, 1, dtype=torch.int64)
@@ -75,7 +75,7 @@ class Growing:
 
 
 class Steady(Growing):
-    """The same with a tensor: one graph."""
+    """The same side with a tensor in its cache: all steps are one graph."""
 
     def arguments(self, tokens):
         self.length += 1
@@ -189,7 +189,7 @@ def graphs(**changed):
 
 
 def fake_demo(**changed):
-    """A demo in which all went as it should; ``changed`` are figures of ours."""
+    """Return a demo in which all went well, with ``changed`` figures of our side."""
     stock_figures = table.Figures(
         tokens=TOKENS,
         eager_speed=12.34,

@@ -76,7 +76,7 @@ def test_logits_spread_by_about_one(small):
 
 
 def test_whatever_hugging_face_leaves_neutral_shows_in_the_logits(small):
-    """Each of these weights, put back to what Hugging Face's initialisation leaves."""
+    """If one of these weights has the value of Hugging Face's initialisation, the logits change."""
     expected, tested = logits_of(small), 0
     for name, weight in small.state_dict().items():
         if name.endswith(REDRAWN):
@@ -115,7 +115,7 @@ def test_a_seed_decides_the_weights_and_other_layers_do_not_change_them(small):
 
 
 def test_weights_have_the_same_bits_on_every_machine(small):
-    """As sampled where this was written; a uniform draw is a product of integers."""
+    """Uniform samples are products of integers, so their bits do not depend on the machine."""
     state = small.state_dict()
     assert state["lm_head.weight"][0, :3].tolist() == LM_HEAD
     assert state["model.layers.0.self_attn.sinks"].tolist() == SINKS

@@ -1,9 +1,8 @@
-"""Every script of examples/ as a stranger runs it: it ends well, and says what it showed.
+"""Run every script of examples/ as a user would, and check what it prints.
 
-`make test` runs 01 and 05, which is eager there; `make test-all` all of them. Those that
-compile the decode step do it in one test, one after the other: the step is the same, so that
-Inductor's cache serves all but the first of them.
-"""
+`make test` runs 01, and 05 eagerly; `make test-all` runs all. One test runs the scripts that
+compile the decode step, one after the other: the step is the same, so Inductor's cache serves all
+but the first."""
 
 import importlib.util
 import json
@@ -28,13 +27,12 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[0-9][0-9]_*.py"))
 
 @pytest.fixture
 def without_vectors(monkeypatch) -> None:
-    """Loops are compiled in one form, not in several: half of the time. The demo's and
-    the smoke run's steps have vectors."""
+    """Compile loops without SIMD, in half the time; the demo and smoke runs keep SIMD."""
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
 
 
 def run(script: str, *options: object, status: int = 0) -> list[str]:
-    """Lines that the example prints; its exit status is checked."""
+    """Run an example, check its exit status, and return its lines."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
     env = {**os.environ, "PYTHONPATH": path}
@@ -61,7 +59,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("value", ["-1", "x", "1000000000000"])
 def test_numbers_out_of_range_are_refused(value, monkeypatch, capsys):
-    """Before anything is made, by every option that takes a number."""
+    """Every numeric option is checked before anything is built."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     assert not [name for name in SCRIPTS if "type=int" in (EXAMPLES / name).read_text()]
     unbounded = {"--requests", "--seed", "--examples", "--interleave"}
@@ -77,7 +75,7 @@ def test_numbers_out_of_range_are_refused(value, monkeypatch, capsys):
 
 
 def test_tensorrt_says_what_is_missing():
-    """Where torch-tensorrt cannot be imported; tests/tensorrt compiles the same program."""
+    """This machine has no torch-tensorrt; tests/tensorrt compiles the same program."""
     if importlib.util.find_spec("torch_tensorrt") is not None:
         pytest.skip("torch-tensorrt is installed: tests marked tensorrt run the example")
     (line,) = run("10_tensorrt.py", status=1)
@@ -171,7 +169,7 @@ def test_checkpoint(options):
 @pytest.mark.nightly("`make demo` packages a model, test_export.py runs packages in C++")
 @pytest.mark.usefixtures("without_vectors")
 def test_package_and_cpp_runner(tmp_path):
-    """With CMake where there is one, and by the compiler alone."""
+    """Build with CMake if it is installed, and with the compiler alone."""
     package, prefill = tmp_path / "decode.pt2", tmp_path / "prefill.pt2"
     shown = "shown: a C++ program linked to libtorch, not to Python, generates the 16 tokens that"
     packages = ["--package", package, "--prefill", prefill]
@@ -190,7 +188,7 @@ def test_package_and_cpp_runner(tmp_path):
         assert ended.returncode != 0
         assert message in ended.stderr
     calls = [(program, []), (program, ["--prefill", prefill])]
-    # CMake's files of a CUDA build ask for CUDA's compiler
+    # for a CUDA build of torch, its CMake files need nvcc
     if shutil.which("cmake") and (torch.version.cuda is None or shutil.which("nvcc")):
         assert not any("CMake fails" in line for line in lines)
         (tmp_path / "direct").mkdir()
