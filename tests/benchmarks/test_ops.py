@@ -71,7 +71,7 @@ def test_a_missing_baseline_is_a_row_not_the_end(name, smoke, uncompiled, tmp_pa
 
 
 def changed(*path, change):
-    """Return the op with its last values changed, in its result or in an argument that it writes."""
+    """Return the op with its last values changed, in its result or in a written argument."""
 
     def corrupted(call):
         def wrong(*args):

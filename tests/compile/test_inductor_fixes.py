@@ -21,7 +21,7 @@ class Node:
         self.set_read_writes(self.found.rename(renames))
 
     def _compute_attrs(self, **_):
-        """Compute what an analysis of the loops finds; this drops dependencies that were added
+        """Compute what an analysis of the loops finds, without dependencies that were added
         later."""
         self.read_writes = self.found
 

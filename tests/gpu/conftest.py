@@ -30,7 +30,7 @@ def _needs_a_gpu() -> None:
 
 @pytest.fixture
 def a100(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Hopper card that is told to be an A100."""
+    """Run a Hopper card as an A100."""
     from benchmarks.harness.ampere import as_an_a100
 
     if torch.cuda.get_device_capability() != (9, 0):

@@ -1,4 +1,4 @@
-"""Runs a compiled op on adversarial inputs; tests/gpu/test_contract.py starts it under
+"""Run a compiled op on adversarial inputs; tests/gpu/test_contract.py starts this file under
 compute-sanitizer."""
 
 import sys

@@ -1,6 +1,6 @@
-"""What an A100 would run, on a Hopper card: PTX of sm_80 runs on all later GPUs. This shows
-instructions and results, not speed. One call, of a few minutes:
-``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist worksteal``."""
+"""Code of an A100 on a Hopper card: PTX of sm_80 runs on all later GPUs, and shows instructions and
+results, not speed. Takes minutes: ``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist
+worksteal``."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ KERNEL_OPS = [name for name, spec in OPS.items() if spec.has_kernel and name not
 
 @pytest.mark.usefixtures("a100")
 def test_kernels_are_those_of_an_a100():
-    """The tests of this file would otherwise show nothing; and every value and every code."""
+    """If this fails, the other tests here show nothing. Every value and code is converted."""
     target = EAGER.target(DEVICE)
     assert (target.converts_codes, target.is_hopper, target.large_tiles) == (False,) * 3
     values = torch.randn(every_code.BLOCK, device=DEVICE)
@@ -34,7 +34,7 @@ def test_kernels_are_those_of_an_a100():
 
 
 def random_rows(width):
-    """Eight thousand bf16 rows of 40 orders of absolute value, with NaN, infinities and zeros."""
+    """Sample 8000 bf16 rows over 40 orders of magnitude, with NaN, infinities and zeros."""
     seed = torch.Generator("cuda").manual_seed(0)
     power = torch.randint(-60, 60, (8192, width // 64, 1), generator=seed, device=DEVICE)
     rows = torch.randn(8192, width // 64, 64, generator=seed, device=DEVICE) * torch.exp2(power)
@@ -44,7 +44,7 @@ def random_rows(width):
 
 
 def written_and_read():
-    """Bytes that inserts write, and bits that gathers read, garbage rows included."""
+    """Return the bytes that inserts write and the bits that gathers read, also of garbage rows."""
     seed, found = torch.Generator("cuda").manual_seed(1), []
     counts = torch.tensor([4096, 4000, 17, 0], dtype=torch.int32, device=DEVICE)
     table = torch.arange(4 * 32, dtype=torch.int32, device=DEVICE).view(4, 32)
@@ -79,7 +79,7 @@ def test_bytes_are_those_of_hopper(tmp_path):
 @pytest.mark.parametrize("name", KERNEL_OPS)
 @pytest.mark.usefixtures("a100")
 def test_contract(name):
-    """Eager, compiled, sampled and captured. The FP8 rows of dense MLA are in test_mla.py."""
+    """Eager, compiled, sampled and captured calls; test_mla.py has the FP8 rows of dense MLA."""
     spec = OPS[name]
     checks.check_cases(spec, "cuda")
     if name in (*COMPRESSORS, *OTHERS):
@@ -92,7 +92,7 @@ def test_contract(name):
 
 
 def patched(family, **settings):
-    """A model without discrete choices that rounding could turn."""
+    """Return a model without discrete choices, which rounding could change."""
     from dsv4_ops.testing.models import small_mla_model, small_model
 
     if family == "V3":
@@ -103,7 +103,7 @@ def patched(family, **settings):
 @pytest.mark.parametrize("family", ["V4", "V3"])
 @torch.no_grad()
 def test_a_model_compiled_and_captured(family, tmp_path, monkeypatch):
-    """Prefills and 30 captured decodes of bf16 with an FP8 cache: as close as on Hopper."""
+    """Prefills and 30 captured decodes in bf16, with an FP8 cache, are as exact as Hopper's."""
     pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
     from dsv4_ops.integrations import transformers as v4
 

@@ -40,8 +40,8 @@ def expected_cache(k, cache, slots):
 @needs_baselines
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_bytes_are_those_of_vllm(block_size):
-    """Four million values over 40 orders of absolute value; padding bytes and other rows stay as
-    they were in both."""
+    """Four million values over 40 orders of magnitude; padding bytes and other rows do not
+    change."""
     vllm_insert = anchor_lib().load_vllm_triton().cache.quantize_and_insert_k_cache
     layout = MainLayout(block_size)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -78,8 +78,8 @@ class Step(torch.nn.Module):
 
 
 def test_captured_inserts_and_reads_keep_their_order():
-    """A module with a KVCacheBuffers under CUDA graphs: two inserts and two reads per replay, exact
-    against the CPU, addresses kept, no host sync."""
+    """A module with a KVCacheBuffers under CUDA graphs: each replay runs two inserts and two reads.
+    Results equal the CPU's, addresses stay, and no host sync occurs."""
     torch._dynamo.reset()
     step = Step()
     before = [cache.data_ptr() for cache in step.caches]
@@ -100,7 +100,7 @@ def test_captured_inserts_and_reads_keep_their_order():
 
 @pytest.mark.parametrize("where", ["graph", "buffer", "argument"])
 def test_a_layer_of_a_stacked_cache_is_the_one_that_is_written(where):
-    """Selected in a graph of fixed sizes, from a buffer, or before the call with any sizes."""
+    """The layer is selected in a graph of fixed sizes, from a buffer, or before the call."""
     torch._dynamo.reset()
     stacked = torch.stack([garbage() + layer for layer in range(3)]).cuda()
     expected = stacked.clone()
@@ -122,7 +122,7 @@ def test_a_layer_of_a_stacked_cache_is_the_one_that_is_written(where):
 
 
 def test_a_layer_at_a_symbolic_offset_is_refused():
-    """What torch would write to another layer (tests/compile/test_upstream.py)."""
+    """torch would write to another layer (tests/compile/test_upstream.py)."""
     torch._dynamo.reset()
     stacked = torch.stack([garbage() + layer for layer in range(3)]).cuda()
     before = stacked.clone()
@@ -140,7 +140,7 @@ def test_a_layer_at_a_symbolic_offset_is_refused():
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
 def test_caches_beyond_4_gib(gpu_memory_alone, compile_it):
-    """Slots whose bytes lie past 2^31 and 2^32, and row offsets past 2^31 elements."""
+    """Slots whose bytes are beyond 2^31 and 2^32, and row offsets beyond 2^31 elements."""
     layout, plain_layout = MainLayout(64), PlainLayout(64)
     blocks = math.ceil(5 * 2**30 / layout.page_bytes)
     cache, plain = layout.allocate(blocks, "cuda"), plain_layout.allocate(2**17, "cuda")

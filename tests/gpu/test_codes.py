@@ -1,4 +1,4 @@
-"""Every bf16 value and every e4m3 code, by the GPU's conversion and by integers."""
+"""Every bf16 value and every e4m3 code, converted by the GPU and by integer operations."""
 
 import pytest
 import torch

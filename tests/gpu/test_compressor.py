@@ -34,7 +34,7 @@ def filled(kind: str, layout: str, lens: list[int], seed: int = 2) -> tuple[Engi
 @each_kind
 @pytest.mark.parametrize("seed", range(4))
 def test_any_cut_into_steps_gives_the_same_bytes(kind: str, seed: int) -> None:
-    """Not nearly the same: a program sums the rows of a window in one order, wherever they are."""
+    """The bytes are equal, not only near: a program sums the rows of a window in a fixed order."""
     whole, sequences = filled(kind, LAYOUTS[kind], LENS[kind])
     engine = Engine(kind, whole.weights, LENS[kind], layout=LAYOUTS[kind], seed=0, device=DEVICE)
     call = together() if seed % 2 else None
@@ -45,8 +45,8 @@ def test_any_cut_into_steps_gives_the_same_bytes(kind: str, seed: int) -> None:
 
 @each_kind
 def test_a_long_prefill_is_the_sum_of_its_parts(kind: str) -> None:
-    """16,411 tokens in one call, in which programs look at many tokens, in one call of the op that
-    saves their states too, and in calls of 1,000."""
+    """16,411 tokens in one call, whose programs scan many tokens; in one call of the op that also
+    saves states; and in calls of 1,000 tokens."""
     whole, (rows,) = filled(kind, LAYOUTS[kind], [16411], seed=5)
     both = Engine(kind, whole.weights, [16411], layout=LAYOUTS[kind], device=DEVICE)
     both.step([rows], call=together())
@@ -62,7 +62,7 @@ def test_a_long_prefill_is_the_sum_of_its_parts(kind: str) -> None:
 
 @each_kind
 def test_every_request_of_a_decode_batch_may_finish_a_window(kind: str) -> None:
-    """2,000 requests of one token, all at the end of a window, against one at a time."""
+    """2,000 requests of one token each end a window; the results equal one request at a time."""
     spec, count = KINDS[kind], 2000
     made = torch.Generator(DEVICE).manual_seed(3)
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
@@ -103,7 +103,7 @@ def settings_of(kind: str, layout: str) -> dict[str, Any]:
 def step(
     kind: str, weights: dict[str, torch.Tensor], inputs: tuple[Any, ...], fused: bool = False
 ) -> None:
-    """Save, then compress; or both at once."""
+    """Save states, then compress; or run one op for both."""
     spec = KINDS[kind]
     kv_score, states, table, positions, requests, cache, state_slots, slots = inputs
     first = (kv_score, weights["ape"], states, table)
@@ -118,8 +118,8 @@ def step(
 
 
 def decode_inputs(kind: str, weights: dict[str, torch.Tensor], seed: int) -> tuple[Any, ...]:
-    """16 requests of one token each, some of which finish a window. States are saved to blocks 30
-    and up, which no window reads."""
+    """Sample 16 requests of one token each, some of which finish a window. States are saved to
+    blocks 30 and up, which no window reads."""
     spec, made = KINDS[kind], torch.Generator().manual_seed(seed)
     width, size = weights["ape"].shape[1], spec["state_block_size"]
     layout = StateLayout(size, 2 * width)
@@ -141,7 +141,7 @@ def decode_inputs(kind: str, weights: dict[str, torch.Tensor], seed: int) -> tup
 
 
 def agrees(kind: str, weights: Any, start: tuple[Any, ...], actual: tuple[Any, ...]) -> None:
-    """``actual`` is ``start`` after ``step``, within the budget of floats."""
+    """Assert that ``actual`` is ``start`` after ``step``, within the budget of floats."""
     expected = tuple(tensor.clone() for tensor in start)
     cpu = {name: tensor.cpu() for name, tensor in weights.items()}
     step(kind, cpu, expected)
@@ -159,7 +159,7 @@ def agrees(kind: str, weights: Any, start: tuple[Any, ...], actual: tuple[Any, .
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_compiled_steps_write_in_place(kind: str, fused: bool, dynamic: bool) -> None:
-    """Our kernels in the graph, nothing copied, nothing allocated."""
+    """The graph contains our kernels, copies nothing and allocates nothing."""
     torch._dynamo.reset()
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
     fresh = decode_inputs(kind, weights, 7)
@@ -180,7 +180,7 @@ def test_compiled_steps_write_in_place(kind: str, fused: bool, dynamic: bool) ->
 
 
 def test_pages_beyond_4_gib(gpu_memory_alone: None) -> None:
-    """States and a cache whose last blocks lie past 2^32 bytes, and 2^31 float32 values."""
+    """States and a cache whose last blocks are beyond 2^32 bytes and 2^31 float32 values."""
     kind = "C4"
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
     states_layout, layout = StateLayout(4, 2048), MainLayout(64)

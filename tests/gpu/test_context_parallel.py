@@ -28,7 +28,7 @@ def whole_spec(**changed):
 
 
 class Progress:
-    """What rank 0 prints, with seconds."""
+    """Prints progress on rank 0, with the seconds so far."""
 
     def __init__(self, rank):
         self.rank, self.began = rank, time.monotonic()
@@ -40,7 +40,7 @@ class Progress:
 
 
 class Model:
-    """One layer with the heads of a rank."""
+    """One layer with a rank's heads."""
 
     def __init__(self, spec, heads):
         self.spec, self.heads = spec, heads
@@ -80,8 +80,8 @@ def batch(queries, contexts):
 
 
 class Requests:
-    """A batch over many steps: requests arrive, are cancelled, and are preempted, so that they
-    start again; blocks are used again, with NaN in what was not stored since."""
+    """Requests over many steps: they arrive, are cancelled, or are preempted and start again.
+    Reused blocks hold NaN where nothing was stored since."""
 
     def __init__(self, models, seed=3):
         self.models, self.rng = models, random.Random(seed)
@@ -101,7 +101,8 @@ class Requests:
             held[request] = []
 
     def step(self):
-        """Lengths of queries and contexts, decodes first, and the requests in this order."""
+        """Return the numbers of new and earlier tokens, decodes first, and the requests in
+        order."""
         for request in range(REQUESTS):
             chance = self.rng.random()
             if not self.target[request]:
@@ -139,7 +140,7 @@ class Requests:
 
 @torch.no_grad()
 def rank_soaks(rank, world, steps):
-    """A captured step, against float32 of the rows that one GPU has, every 25 steps."""
+    """Run a captured step; every 25 steps compare with float32 over the rows of one GPU."""
     say, own = Progress(rank).say, slice(rank * HEADS // world, (rank + 1) * HEADS // world)
     parallel = ContextParallel.of(interleave=16, via="symmetric_memory", shards_heads=True)
     whole = whole_spec()

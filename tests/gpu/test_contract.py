@@ -1,4 +1,4 @@
-"""What only a GPU can show: run there with ``pytest -m gpu tests``."""
+"""Tests of ops that need a GPU: run ``pytest -m gpu tests``."""
 
 import dataclasses
 import os
@@ -44,8 +44,8 @@ OTHERS += ("inverse_rope_group_quantize", "qnorm_rope_kv_insert")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("name", [*COMPRESSORS, *OTHERS])
 def test_sampled_calls_of_every_configuration(name, part):
-    """Eager kernels, or separate ones of torch, with NaN, infinities, adversarial slots and
-    positions; plain layouts, one head, nothing at all."""
+    """Calls run eager kernels, or single ones of torch, with NaN, infinities, adversarial slots and
+    positions, plain layouts, one head, and empty tensors."""
     agrees_when_sampled(name, part, precise=name in COMPRESSORS)
 
 
@@ -55,8 +55,8 @@ def test_sampled_calls_of_a_reference_that_takes_half_a_second():
 
 @pytest.mark.parametrize("build", [decode, prefill], ids=lambda build: build.__name__)
 def test_metadata_replays_exactly_after_in_place_changes(build):
-    """200 random batches written into the captured inputs: exact against the CPU reference, and no
-    host sync."""
+    """200 random batches are written into the captured inputs; results equal the CPU reference,
+    without a host sync."""
     sizes = {"num_reqs": 16, "num_tokens": 67, "max_query": 4 if build is decode else 30}
     static = tuple(tensor.cuda() for tensor in random_inputs(0, **sizes))
     for tensor in static:
@@ -76,7 +76,7 @@ def test_metadata_replays_exactly_after_in_place_changes(build):
 
 
 def test_package_is_built_run_and_captured(tmp_path):
-    """The single-threaded loader can be captured; replays follow in-place changes."""
+    """A package that is loaded single-threaded can be captured; replays read changed inputs."""
 
     def call(*inputs):
         return build_decode_metadata(SPEC, *inputs[:3], tables_of(inputs)).as_tuple()
@@ -100,7 +100,7 @@ def test_package_is_built_run_and_captured(tmp_path):
 
 
 def test_decode_metadata_is_three_kernels():
-    """One over tokens, one over window entries, one over C128 entries (of another width)."""
+    """One kernel is over tokens, one over window entries, and one over C128 entries."""
     torch._dynamo.reset()
     spec = dataclasses.replace(SPEC, max_model_len=32768)
     inputs = random_inputs(0, num_reqs=5, num_tokens=23, spec=spec)
@@ -117,8 +117,8 @@ def test_decode_metadata_is_three_kernels():
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("name", OPS)
 def test_adversarial_values_stay_in_bounds(name):
-    """The compiled op on adversarial inputs under compute-sanitizer, without the caching allocator
-    to hide a stray read."""
+    """The compiled op runs under compute-sanitizer on adversarial inputs. The caching allocator is
+    off, because it would hide reads out of bounds."""
     script = Path(__file__).parent / "sanitize.py"
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     done = subprocess.run(

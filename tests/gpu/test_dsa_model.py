@@ -1,5 +1,5 @@
-"""Small V3.2 and GLM-5 on a GPU, with FP8 caches of 656 and 132 bytes a token: captured, as near to
-float32 as eager steps; and the tokens of a model with its draft layer."""
+"""Small V3.2 and GLM-5 models on a GPU, with FP8 caches of 656 and 132 bytes per token: captured
+steps are as near to float32 as eager steps, and drafts keep the tokens."""
 
 from random import Random
 
@@ -16,7 +16,7 @@ from dsv4_ops.testing.models import random_weight, small_dsa_model
 from tests.support.hf_models import LENGTH, REQUESTS, Engine, run_randomly, text
 
 DEVICE = "cuda"
-# dense layers, so that rounding turns no expert; more than half of the tokens see more than 64 rows
+# dense layers: rounding selects no other experts; most tokens see more than the 64 selected rows
 SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3, "index_topk": 64}
 FAMILIES = ("V3.2", "GLM-5")
 
@@ -30,7 +30,7 @@ def _no_grad():
 
 
 def started(model):
-    """An engine behind the prefill of its requests."""
+    """Return an engine whose requests are prefilled."""
     sizes = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH}
     engine = Engine(model, v4.PagedCache.for_model(model, **sizes), text())
     engine.prefill(dict.fromkeys(range(REQUESTS), 120))
@@ -40,7 +40,7 @@ def started(model):
 @torch._inductor.config.patch("triton.cudagraph_or_error", True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_decode(family):
-    """One CUDA graph for steps of a changing batch, without a recompile."""
+    """One CUDA graph serves the steps of a changing batch, without a recompile."""
     want = small_dsa_model(family, device=DEVICE, **SIZES)(text().to(DEVICE)).logits
     model = v4.patch(small_dsa_model(family, device=DEVICE, dtype=torch.bfloat16, **SIZES))
     eager = started(model)
@@ -61,7 +61,7 @@ def test_captured_decode(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_in_float32(family):
-    """Prefills, chunks and decodes, beside Hugging Face's on the same GPU."""
+    """Prefills, chunks and decodes give Hugging Face's logits on the same GPU."""
     sizes = {**SIZES, "num_hidden_layers": 3}
     want = small_dsa_model(family, device=DEVICE, **sizes)(text().to(DEVICE)).logits.cpu()
     model = small_dsa_model(family, device=DEVICE, **sizes)
@@ -73,7 +73,7 @@ def test_logits_in_float32(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts(family):
-    """One graph; texts in float32 are those without drafts."""
+    """The step is one graph; in float32 the texts are those without drafts."""
     model = small_dsa_model(family, device=DEVICE, vocab_size=260, num_hidden_layers=2)
     model = v4.patch(model, kv="fp32", precision="reference")
     layer = model.dsv4_ops_spec.draft_layer("test", model).to_empty(device=DEVICE)

@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: kernels of every block size beside the reference."""
+"""Routed experts on a GPU: kernels of every block size against the reference."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ PRECISIONS = pytest.mark.parametrize(
     ("num_tokens", "num_experts"), [(5, 8), (20, 4), (40, 4), (40, 2), (60, 2), (600, 2)]
 )
 def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_experts, bits, settings):
-    """On average 1 to 600 rows for an expert: blocks of every size, one or several."""
+    """Experts have 1 to 600 rows on average: blocks of every size, one or several per expert."""
     seed = torch.Generator().manual_seed(num_tokens)
     weights = expert_weights(seed, num_experts, 512, 384, bits)
     x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)
@@ -34,7 +34,7 @@ def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_exper
 @PRECISIONS
 @pytest.mark.parametrize("num_tokens", [100, 260, 600])
 def test_an_expert_of_many_blocks_among_others_of_one(num_tokens, bits, settings):
-    """Programs of two blocks, of the sizes that have them: 3, 8 and 19 rows on average."""
+    """Some programs have two blocks, at each size that allows two: 3, 8 or 19 rows on average."""
     seed = torch.Generator().manual_seed(num_tokens)
     weights = expert_weights(seed, 64, 512, 384, bits)
     x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)
@@ -55,7 +55,7 @@ def check(x, scores, ids, weights, settings):
 
 @pytest.mark.parametrize("skipped", [1, 4])
 def test_scales_that_begin_at_any_byte_give_the_same(skipped):
-    """Kernels load eight scales of FP4 at once, which has to begin at a multiple of 8 bytes."""
+    """Kernels load eight FP4 scales at once, at addresses that must be multiples of 8 bytes."""
     seed = torch.Generator().manual_seed(skipped)
     up, up_scale, down, down_scale = (
         each.cuda() for each in expert_weights(seed, 4, 512, 256, 4) if each is not None
@@ -70,10 +70,10 @@ def test_scales_that_begin_at_any_byte_give_the_same(skipped):
     assert torch.equal(ops.experts(*routed, up, moved[0], down, moved[1], **W4A16), expected)
 
 
-@pytest.mark.parametrize("num_tokens", [40, 100])  # blocks, and pairs of them
+@pytest.mark.parametrize("num_tokens", [40, 100])  # single blocks, and pairs of blocks
 @pytest.mark.parametrize("scale", [110, 111, 122, 123, 255])
 def test_scales_around_the_reach_of_codes(num_tokens, scale):
-    """Of rows behind their first 256 columns: 111 and 122 are the last within reach of 118."""
+    """Scales after the first 256 columns of a row: 111 and 122 are the limits for byte 118."""
     seed = torch.Generator().manual_seed(num_tokens)
     up, up_scale, down, down_scale = expert_weights(seed, 2, 512, 384, 4)
     up_scale, down_scale = (torch.full_like(each, 118) for each in (up_scale, down_scale))

@@ -1,4 +1,4 @@
-"""``cp_gather_heads`` and ``cp_gather_rows`` in one kernel, byte for byte, between GPUs."""
+"""``cp_gather_heads`` and ``cp_gather_rows`` between GPUs in one kernel, byte for byte."""
 
 import pytest
 import torch
@@ -16,15 +16,15 @@ CALLS = (  # dtype and shape of each part, dimension
     (((torch.float8_e4m3fn, (7, 32, 128)), (torch.float32, (7, 32, 1))), 1),
     (((torch.bfloat16, (1, 5, 64, 512)), (torch.float32, (1, 5, 64))), 0),
     (((torch.uint8, (3, 5, 7)),), 1),
-    (((torch.bfloat16, (700, 64, 512)),), 1),  # 44 MiB: rounds of all programs
+    (((torch.bfloat16, (700, 64, 512)),), 1),  # 44 MiB: all programs run several tiles
     (((torch.bool, (9, 3)),), 0),
 )
 STEP = (0, 2, 1, 3, 0, 5)
-"""Calls of a graph."""
+"""Numbers of the calls in a graph."""
 
 
 def parts_of(number, seed, rank):
-    """Random bytes; strides are other ones in every second call, and alignment of odd ranks'."""
+    """Sample random bytes; every second call has other strides, and odd ranks other alignment."""
     made, found = torch.Generator("cuda").manual_seed(4 * seed + rank), []
     for dtype, shape in CALLS[number][0]:
         values = torch.randint(
@@ -59,7 +59,7 @@ def checked(found, number, seed, world):
 
 
 def merged(rank, world):
-    """A merge, which takes the memory of gathers."""
+    """Return a merge, which uses the same memory as gathers."""
     lse = torch.full((4, 2 * world), float(rank), device="cuda")
     out = lse[..., None].expand(-1, -1, 512).contiguous()
     found = ops.cp_combine(out, lse, dist.group.WORLD.group_name, via="symmetric_memory")
@@ -71,7 +71,7 @@ def merged(rank, world):
 @torch.no_grad()
 def rank_gathers(rank, world):
     group = dist.group.WORLD.group_name
-    for seed in range(40):  # one rank is late at times, and sizes change
+    for seed in range(40):  # in some calls one rank is late, and sizes change
         number = seed * 5 % len(CALLS)
         parts = parts_of(number, seed, rank)
         if seed % 5 == rank:
@@ -112,7 +112,7 @@ def rank_left_alone(rank, world):
 
 
 def first_in_a_capture(rank, world):
-    """The error of a first call that is captured; nothing waits for the other rank."""
+    """Return the error of a captured first call; nothing may wait for the other rank."""
     group, rows = dist.group.WORLD.group_name, torch.ones(4, 512, device="cuda")
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

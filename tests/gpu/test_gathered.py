@@ -21,7 +21,7 @@ OURS = {"impl": "triton"}
 
 
 def ours(case: Case) -> tuple[Tensor, ...]:
-    """Of our kernel, or an error where it does not run."""
+    """Return the results of our kernel, or raise if another implementation would run."""
     return kernel(GATHERED, Case(case.name, case.tensors, {**case.settings, **OURS}))
 
 
@@ -29,7 +29,7 @@ def ours(case: Case) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("heads", [1, 8, 64, 65, 128])
 @pytest.mark.parametrize("tokens", [1, 3, 140])
 def test_lists_and_heads_of_any_size(tokens: int, heads: int, topk: int) -> None:
-    """Programs of one item and of several, blocks and pairs of blocks that are not full."""
+    """Programs have one or several items; blocks, and pairs of blocks, are not full."""
     case = gathered_case(tokens + topk, tokens, heads, topk)
     agrees(GATHERED, case, ours(case))
 
@@ -37,13 +37,13 @@ def test_lists_and_heads_of_any_size(tokens: int, heads: int, topk: int) -> None
 @pytest.mark.parametrize("heads", [9, 64, 128])
 @pytest.mark.parametrize("topk", [100, 640])
 def test_adversarial_values(topk: int, heads: int) -> None:
-    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key."""
+    """Some entries are absent, lengths out of range, unlisted rows NaN, and tokens without keys."""
     case = batches.adversarial_gathered(heads, 300, heads, topk)
     agrees(GATHERED, case, ours(case))
 
 
 def test_many_items_of_a_program() -> None:
-    """Every phase of every barrier, many times; each result looked at on the device."""
+    """Each barrier passes many phases; every result is compared on the device."""
     case = gathered_case(1, 3000, 128, 260).on(DEVICE)
     actual = ours(case)
     expected = case.run(OPS[GATHERED].reference)
@@ -110,13 +110,13 @@ def by_copy(case: Case) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("heads", [8, 64, 65, 128])
 @pytest.mark.parametrize("tokens", [1, 64, 300])
 def test_prefills_by_way_of_a_copy(tokens: int, heads: int, mode: str) -> None:
-    """Adversarial positions, requests, blocks and selections."""
+    """Positions, requests, blocks and selections are adversarial."""
     case = prefill_case(7 * tokens + heads, tokens, heads, mode)
     on_device(case, by_copy(case))
 
 
 def test_a_graph_of_any_size_decides_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the eager op does: few tokens from the blocks, many by way of a copy; bit for bit."""
+    """As in the eager op, few tokens read the blocks and many read a copy, with the same bits."""
     made = []
     launch = "dsv4_ops.kernels.sparse_mla.prefill.launch_gathered_keys"
     from dsv4_ops.kernels.sparse_mla import gathered
@@ -137,7 +137,7 @@ def test_a_graph_of_any_size_decides_in_every_call(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_captured_prefill_by_way_of_a_copy() -> None:
-    """Other positions and selections in the same memory."""
+    """The replay gets other positions and selections in the same memory."""
     cases = [prefill_case(seed, 700, 64, "C4", max_reqs=2) for seed in (1, 2, 3)]
     static = list(cases[0].on(DEVICE).tensors)
     op = functools.partial(OPS[PREFILL].op, **cases[0].settings)

@@ -20,7 +20,7 @@ from tests.support.attention_batches import graph_of, no_host_sync
 
 
 class Batch:
-    """Queries of several requests over a pool of blocks that are full of keys."""
+    """Queries of several requests, and a pool of blocks that are full of keys."""
 
     def __init__(
         self, *, num_tokens, max_rows, heads=64, block_size=64, ratio=4, whole=True, seed=0
@@ -73,7 +73,7 @@ class Batch:
         )
 
     def slots(self, rows):
-        """What the translation makes of rows."""
+        """Return the slots of selected rows."""
         return ops.global_topk_indices_and_lens(
             rows, self.requests, self.table, block_size=self.block_size
         ).indices
@@ -91,7 +91,7 @@ class Batch:
         )
 
     def scores(self, token, dtype):
-        """Scores of a token's rows, the sums of their absolute terms, and which are candidates."""
+        """Return a token's scores, the sums of their absolute terms, and which are candidates."""
         request = int(self.requests[token])
         row = torch.arange(self.table.shape[1] * self.block_size, device="cuda")
         page = self.table[request, row // self.block_size].long()
@@ -123,7 +123,7 @@ class Batch:
     ],
 )  # fmt: skip
 def test_selection_is_exact_where_scores_are(num_tokens, max_rows, heads, block_size, topk):
-    """Small integers and powers of two: every execution has the same scores, many of them equal."""
+    """Values are small integers and powers of two: all scores are exact, and many are equal."""
     sizes = {"max_rows": max_rows, "heads": heads, "block_size": block_size}
     batch = Batch(num_tokens=num_tokens, **sizes)
     expected = batch.expected(topk)
@@ -134,7 +134,7 @@ def test_selection_is_exact_where_scores_are(num_tokens, max_rows, heads, block_
 @pytest.mark.parametrize("order", ["ascending", "descending", "constant", "last"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 300])
 def test_selection_is_exact_for_scores_in_any_order(order, num_tokens):
-    """The score of a key is 128 times its scale: the worst orders for a stream through the keys."""
+    """A key's score is 128 times its scale; the orders are the worst for a pass over the keys."""
     rows, topk = 16384, 512
     batch = Batch(num_tokens=num_tokens, max_rows=rows, ratio=1)
     place = torch.arange(1, rows + 1, dtype=torch.float32, device="cuda")
@@ -179,8 +179,8 @@ def test_scores_are_within_the_precision_of_the_matrix_unit(num_tokens, max_rows
 )
 @pytest.mark.parametrize("topk", [512, 1024])
 def test_selection_of_random_keys(num_tokens, max_rows, topk):
-    """It is the selection of the scores that ``indexer_logits`` gives; of exact scores it is one up
-    to their precision."""
+    """The selection is that of ``indexer_logits``' scores, and of exact scores up to the precision
+    of those."""
     batch = Batch(num_tokens=num_tokens, max_rows=max_rows, whole=False, seed=2)
     chosen, logits = batch.select(topk), batch.logits()
     keys = torch.where(logits > -torch.inf, sortable(logits), ABSENT_KEY)
@@ -202,7 +202,7 @@ def test_selection_of_random_keys(num_tokens, max_rows, topk):
 
 
 def test_a_token_depends_on_no_other_token():
-    """Alone it has as many parts as fit, among 128 tokens three, among 300 one."""
+    """A row has as many parts as fit for one token, three for 128 tokens, and one for 300."""
     batch = Batch(num_tokens=300, max_rows=16384, whole=False, seed=3)
     whole = batch.select(512)
     assert torch.equal(batch.select(512, slice(0, 128)), whole[:128])
@@ -220,7 +220,7 @@ def test_runs_are_the_same():
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 128])
 def test_captured_selection_follows_its_inputs(num_tokens):
-    """Captured at one length, replayed at others, without a host sync."""
+    """The graph is captured with some lengths and replayed with others, without a host sync."""
     batch = Batch(num_tokens=num_tokens, max_rows=32768)
     graph, captured = graph_of(lambda: batch.select(512))
     for seed, limit in enumerate((131072, 5000, 3, 40000, 131072)):
@@ -234,7 +234,7 @@ def test_captured_selection_follows_its_inputs(num_tokens):
 
 
 def test_compiled_selection_takes_any_sizes():
-    """One graph for one to 300 tokens and contexts up to 64k, each exact, rows and slots."""
+    """One graph serves 1 to 300 tokens and contexts up to 64k; rows and slots are exact."""
     torch._dynamo.reset()
 
     def call(*tensors):
@@ -262,7 +262,7 @@ def test_memory_does_not_grow_with_the_context():
     before = torch.cuda.memory_allocated()
     batch.select(512)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < 16 * 2**20  # of logits it were 128 MiB
+    assert torch.cuda.max_memory_allocated() - before < 16 * 2**20  # logits would take 128 MiB
 
 
 def test_pages_beyond_4_gib(gpu_memory_alone):
@@ -298,7 +298,7 @@ def test_queries_have_the_bytes_of_the_cpu():
 
 @pytest.mark.parametrize(("num_tokens", "num_k"), [(1, 1), (7, 129), (300, 5000)])
 def test_ragged_logits_are_those_of_the_pages(num_tokens, num_k):
-    """Of the same keys, up to the precision of the matrix unit."""
+    """The keys are the same; scores agree up to the precision of the matrix unit."""
     batch = Batch(num_tokens=num_tokens, max_rows=(num_k + 63) // 64 * 64, whole=False, seed=7)
     batch.requests.zero_()
     batch.table = batch.table[:1].clamp(min=0)
@@ -313,7 +313,7 @@ def test_ragged_logits_are_those_of_the_pages(num_tokens, num_k):
 
 
 def plain_only(name, monkeypatch):
-    """The op, under a contract of its plain layout alone."""
+    """Return the op, whose contract covers its plain layout only."""
     spec, op_testing = OPS[name], testing.op_testing(name)
     plain = tuple(chosen for chosen in op_testing.settings if chosen["layout"] == "plain")
     module = importlib.import_module(module_of("testing", spec.stem))
@@ -323,7 +323,7 @@ def plain_only(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
 def test_plain_layout_takes_the_reference(name, monkeypatch):
-    """Of float32 and bf16 within the budget of float64; compiled, and captured without a sync."""
+    """float32 and bf16 are within the budget of float64, compiled and captured without a sync."""
     spec = plain_only(name, monkeypatch)
     op_testing = spec.implementation("testing")
     for case in (case.on("cuda") for case in op_testing.cases()):

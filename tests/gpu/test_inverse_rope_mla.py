@@ -1,5 +1,5 @@
-"""Sparse MLA with the rotation of its output undone, on a GPU: every bit that of the two ops in
-sequence. Run there with ``pytest -m gpu tests``."""
+"""Sparse MLA with an inverse RoPE of its output, on a GPU: it has the bits of the two ops in
+sequence. Run these tests with ``pytest -m gpu tests``."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ both_ops = pytest.mark.parametrize("name", [DECODE, batches.PAGED])
 
 
 def sequence(name: str, case: Case) -> tuple[Tensor, Tensor]:
-    """The op without a rotation, and ``inverse_rope_group`` behind it; both eager."""
+    """Run the op without the rotation, then ``inverse_rope_group``, both eagerly."""
     positions, table = (tensor.to(DEVICE) for tensor in case.tensors[-2:])
     out, lse = kernel(name, Case(case.name, (*case.tensors[:-2], None, None), case.settings))
     back = ops.inverse_rope_group(out, positions, table, num_groups=1).view(out.shape)
@@ -55,7 +55,7 @@ def test_window_only(tokens: int, heads: int, num_splits: int) -> None:
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize("tokens", [2, 40, 200])
 def test_plans(name: str, tokens: int, heads: int) -> None:
-    """Tokens of one split and of several in one launch."""
+    """One launch has tokens of one split and of several."""
     case = case_of(name, tokens, tokens, heads)
     for plan in (plan_of(case), stale_plan(case, 5), plan_of(case, 1), plan_of(case, 5000)):
         assert_fused(name, prefill_batches.with_plan(case, plan))
@@ -103,8 +103,8 @@ def test_tables_of_other_widths_go_to_the_reference(name: str) -> None:
 @pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
 @pytest.mark.parametrize("tokens", [4, 200])
 def test_captured_steps_follow_their_positions(name: str, captured_by: str, tokens: int) -> None:
-    """One compiled graph of our kernels and of no other; positions change in place with the rest,
-    and every bit is that of the eager ops."""
+    """One compiled graph contains only our kernels. Positions change in place with the other
+    inputs, and the bits are those of the eager ops."""
     case = with_inverse_rope(case_of(name, 0, tokens, 64))
     op, numbers = getattr(ops, name), case.settings
     plan = len(case.tensors) - 3

@@ -36,7 +36,7 @@ def on_device(
 def test_kernels_give_what_the_formulas_say(
     kind: str, plan_heads: int, spec: LayerSpec, budget: float
 ) -> None:
-    """Whole and in steps. FP8 units keep some 14 bits of a score: close ones are not compared."""
+    """Whole and in steps. FP8 MMAs keep 14 bits of a score, so close scores are not compared."""
     layer, inputs = on_device(kind, spec, plan_heads)
     whole, cut = [[LENGTH]] * 2, [CUTS[0], CUTS[1]]
     for cuts, padding in ((whole, 0), (cut, 3)):
@@ -61,7 +61,7 @@ def test_the_schedule_of_prefills_changes_only_rounding(kind: str) -> None:
 
 @each_kind
 def test_cuts_pages_and_company_change_no_bit(kind: str) -> None:
-    """Batch invariant: a request alone, among others, elsewhere in the caches."""
+    """A request has the same bits alone, among others, and in other blocks of the caches."""
     layer, inputs = on_device(kind, replace(SPEC, batch_invariant=True))
     (alone,) = in_chunks(layer, inputs[:1], CUTS[:1])
     crowded = in_chunks(layer, [*inputs[1:3], inputs[0]], [*CUTS[1:], CUTS[0]], seed=3)
@@ -69,7 +69,7 @@ def test_cuts_pages_and_company_change_no_bit(kind: str) -> None:
 
 
 def steps_beside(layer: SmallLayer, call, steps) -> None:
-    """Every step by ``call`` and by the layer's twin in eager mode; addresses stay."""
+    """Run every step with ``call``, and eagerly on an equal layer; addresses must not change."""
     twin = SmallLayer(layer.kind, layer.spec, DEVICE)
     engines = Engine(layer), Engine(twin)
     layers.poison(layer)
@@ -105,8 +105,8 @@ def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
 
 @with_plans
 def test_captured_decode_steps(kind: str, plan_heads: int) -> None:
-    """One CUDA graph, replayed over inputs that change in place: 20 steps across windows of 4 and
-    16 and over used blocks, without a host sync."""
+    """One CUDA graph is replayed while its inputs change in place: 20 steps across windows of 4 and
+    16 tokens and over reused blocks, without a host sync."""
     torch._dynamo.reset()
     layer = SmallLayer(kind, SPEC, DEVICE)
     layer.plan_heads = plan_heads
@@ -134,8 +134,8 @@ def test_captured_decode_steps(kind: str, plan_heads: int) -> None:
 
 @with_plans
 def test_a_package_of_every_kind(kind: str, plan_heads: int, tmp_path: Path) -> None:
-    """Exported with dynamic sizes; run where dsv4_ops is never imported, on the caller's caches. A
-    step with a plan makes it there."""
+    """A layer is exported with dynamic sizes, and its package runs without dsv4_ops on the caller's
+    caches. A step with a plan makes the plan in the package."""
     layer = SmallLayer(kind, SPEC, DEVICE)
     layer.plan_heads = plan_heads
     layers.poison(layer)

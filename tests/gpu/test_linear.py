@@ -1,4 +1,4 @@
-"""FP8 linear layers on a GPU: our kernels and torch's block-wise product beside the reference."""
+"""FP8 linear layers on a GPU: our kernels and torch's block-wise product against the reference."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_scaled_mm_is_the_product_of_the_reference(num_tokens, compiled):
 @pytest.mark.parametrize("given", ["bf16", "codes"])
 @pytest.mark.parametrize("num_tokens", [1, 16, 20, 64, 70, 300])
 def test_kernels_of_every_tile_are_the_product_of_the_reference(num_tokens, given):
-    """By the number of tokens: tiles, splits of K, and who orders the activations."""
+    """The number of tokens decides the tiles, the splits of K, and how activations are ordered."""
     x, weight, scale = call(num_tokens, 256, 1024)
     settings = {"activations": "bf16", "out_dtype": torch.bfloat16, "impl": "triton"}
     tensors = (x, weight, scale)

@@ -1,4 +1,4 @@
-"""``cp_combine`` in one kernel through memory that GPUs map into each other."""
+"""``cp_combine`` in one kernel, over memory that the GPUs map into each other."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ CALLS = (  # tokens, heads, width, dtype
 
 
 def parts_of(tokens, heads, width, dtype, world, seed):
-    """Outputs and log-sum-exps of all ranks, the same on each of them."""
+    """Sample outputs and log-sum-exps of all ranks, equal on each rank."""
     made = torch.Generator("cuda").manual_seed(seed)
     outs = torch.randn(world, heads, tokens, width, generator=made, device="cuda")
     lses = 3 * torch.randn(world, tokens, heads, generator=made, device="cuda")
@@ -47,7 +47,7 @@ def rank_merges(rank, world):
     def merge(out, lse, base="e"):
         return ops.cp_combine(out, lse, group, via="symmetric_memory", lse_base=base)
 
-    for seed in range(40):  # one rank is late at times, and sizes change from call to call
+    for seed in range(40):  # in some calls one rank is late, and sizes change from call to call
         base = ("e", "2")[seed % 2]
         outs, lses = parts_of(*CALLS[seed * 7 % len(CALLS)], world, seed)
         if seed % 5 == rank:

@@ -1,5 +1,5 @@
-"""Dense MLA decode and selected rows on a GPU: our kernels and FlashMLA against float64, graphs,
-compiled calls."""
+"""Dense MLA decode and selected rows on a GPU: our kernels and FlashMLA against float64, in eager,
+compiled and captured calls."""
 
 import math
 
@@ -18,7 +18,7 @@ CASES = mla_batches.kernel_cases()
 
 @pytest.fixture(params=["", "in Triton", "of an A100"])
 def each_kernel(request, monkeypatch):
-    """This GPU's kernel, then those in Triton; compiled calls would run the first one again."""
+    """Run this GPU's kernel, then the Triton kernel; compiled calls run only the former."""
     if request.param == "of an A100":
         request.getfixturevalue("a100")
     elif request.param:
@@ -81,7 +81,7 @@ def test_plans(layout):
 
 
 SELECTING = ["plain", DS_FP8]
-"""Layouts whose rows are selected."""
+"""Layouts of which rows can be selected."""
 
 
 @pytest.mark.usefixtures("each_kernel")
@@ -148,7 +148,7 @@ def flash_mla_or_skip():
 
 
 def test_a_graph_takes_other_lengths():
-    """The lengths of a replay decide its schedule."""
+    """The lengths at a replay decide the schedule."""
     case = mla_case(8, [1] * 40, 16, longest=1200, hint=False, adversarial=False).on("cuda")
     tensors = list(case.tensors)
     lens, tensors[2] = tensors[2], torch.zeros_like(tensors[2])
@@ -179,7 +179,7 @@ def test_compiled_for_any_size(layout):
 
 
 def test_a_cache_at_any_address():
-    """Where 16 bytes cannot be copied the kernel in Triton reads it, in compiled code too."""
+    """If rows are not aligned to 16 bytes, the Triton kernel reads them, also in compiled code."""
     case = mla_case(10, [2, 1], 16, longest=200)
     moved = case.on("cuda")
     q, cache, *rest = moved.tensors

@@ -34,7 +34,7 @@ def test_ragged_requests(causal, dtype):
 
 
 def test_keys_beyond_2_31_values(gpu_memory_alone):
-    """65600 keys of 128 heads and 256 columns: the last request's begin behind 2**31 values."""
+    """65600 keys of 128 heads and 256 columns: the last request's keys are beyond 2^31 values."""
     heads, num_k, last = 128, 65664, 65600
     kv = torch.full((num_k, heads, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
     kv[last:] = torch.randn(num_k - last, heads, 256, device="cuda")

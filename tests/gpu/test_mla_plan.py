@@ -13,7 +13,7 @@ both_ops = pytest.mark.parametrize("name", [batches.DECODE, batches.PAGED])
 
 
 def ragged(name: str, seed: int, tokens: int, heads: int) -> Case:
-    """Tokens of 0 to 8192 compressed rows."""
+    """Make tokens with 0 to 8192 compressed rows."""
     if name == batches.DECODE:
         return batches.decode_case(seed, tokens, heads, 8192)
     return batches.paged_case(seed, tokens, heads, columns=4096)
@@ -23,7 +23,7 @@ def ragged(name: str, seed: int, tokens: int, heads: int) -> Case:
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 17])
 def test_plans_of_ragged_batches(name: str, tokens: int, heads: int) -> None:
-    """A plan of these lengths, of others, of one program and of thousands: each like no plan."""
+    """Plans of these lengths, other lengths, one program or thousands change no result."""
     case = ragged(name, tokens, tokens, heads)
     batches.agrees(name, case)
     stale = stale_plan(case, 3), stale_plan(case, 4, 7)
@@ -60,7 +60,7 @@ def test_a_planned_call_has_the_same_bits_every_time(name: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("heads", [64, 128])
 def test_adversarial_plans_spoil_only_their_own_tokens(name: str, heads: int, seed: int) -> None:
-    """Rows of tokens, splits and starts that do not exist: every bit of all other tokens."""
+    """Rows of some tokens name absent tokens, splits or starts; other tokens keep their bits."""
     case = batches.case_of(name, seed, 40, heads)
     for plan in (plan_of(case), stale_plan(case, seed)):
         expected = batches.kernel(name, with_plan(case, plan))
@@ -77,7 +77,7 @@ def test_adversarial_plans_spoil_only_their_own_tokens(name: str, heads: int, se
 @both_ops
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_with_partial_results_anywhere(name: str, seed: int) -> None:
-    """They may overwrite what other tokens of several splits have there, and nothing else."""
+    """Spoiled rows may overwrite only partial results of other tokens with several splits."""
     case = batches.case_of(name, seed, 40, 64)
     plan = stale_plan(case, seed)
     expected = batches.kernel(name, with_plan(case, plan))

@@ -1,4 +1,4 @@
-"""A patched model on a GPU: against Hugging Face's on the CPU, captured, packaged."""
+"""A patched model on a GPU: against Hugging Face's on the CPU, captured, and packaged."""
 
 import dataclasses
 from random import Random
@@ -38,8 +38,8 @@ def cache_of(model, **sizes):
 
 
 def forced(**settings):
-    """A model without discrete choices that rounding could turn: hash routers, and an indexer that
-    selects every row."""
+    """Return a model without discrete choices, which rounding could change: it has hash routers,
+    and an indexer that selects every row."""
     return small_model(device="cuda", mlp_layer_types=["hash_moe"] * 3, index_topk=128, **settings)
 
 
@@ -54,7 +54,7 @@ def test_reference_model_on_a_gpu():
 
 @pytest.fixture(scope="module")
 def drift():
-    """Of bf16 with an FP8 cache, eager: root mean square of the difference from float32."""
+    """Return the rms of an eager model's difference from float32, in bf16 with an FP8 cache."""
     want = forced()(text().cuda()).logits
     model = v4.patch(forced(dtype=torch.bfloat16))
     cache = cache_of(model)
@@ -66,8 +66,8 @@ def drift():
 
 
 def test_captured_decode(drift, monkeypatch):
-    """One CUDA graph for 60 steps of a changing batch, without a host sync, as close to float32 as
-    eager is."""
+    """One CUDA graph serves 60 steps of a changing batch, without a host sync, and is as close to
+    float32 as eager steps."""
     model, want, eager = drift
     assert eager < 0.3  # logits have a standard deviation of one
     monkeypatch.setattr(torch._inductor.config.triton, "cudagraph_or_error", True)
@@ -92,7 +92,7 @@ def test_captured_decode(drift, monkeypatch):
 
 
 def test_kernels_that_start_early_compute_the_same(drift, monkeypatch):
-    """Steps, called and captured, have the bits and caches of kernels that start one by one."""
+    """Called and captured steps have the bits and caches of kernels that start one by one."""
     cache = cache_of(drift[0])
     engine = Engine(drift[0], cache, text())
     engine.prefill(dict.fromkeys(range(REQUESTS), 120))
@@ -126,7 +126,7 @@ def test_kernels_that_start_early_compute_the_same(drift, monkeypatch):
 
 
 def test_package_on_a_gpu(drift, tmp_path):
-    """The package of decode, captured: the same logits as the model, and the same cache."""
+    """The captured package of a decode has the logits and the cache of the model."""
     model, _, _ = drift
     ours, other = (cache_of(model, num_blocks=None) for _ in range(2))
     path = v4.export_decode(model, ours, path=tmp_path / "decode.pt2")
@@ -153,8 +153,8 @@ def test_package_on_a_gpu(drift, tmp_path):
 
 
 def test_a_package_of_prefills_on_a_gpu(drift, tmp_path):
-    """Steps of several sizes by one package, decodes among them: the logits of the model, and a
-    cache that the model goes on with."""
+    """One package runs steps of several sizes, decodes among them. Its logits are the model's, and
+    the model can continue from its cache."""
     model, _, _ = drift
     ours, other = (cache_of(model, num_blocks=None) for _ in range(2))
     path = v4.export_prefill(model, ours, path=tmp_path / "prefill.pt2")
@@ -184,8 +184,8 @@ def generated(model, ids, **more):
 
 
 def test_generate_compiles_each_part_once():
-    """One graph a kind of layer, and three for the rest, serve caches of other sizes, other numbers
-    of rows and lengths, and captured steps; the guard that another compile would fail is named."""
+    """One graph per kind of layer, and three for the rest, serve caches of other sizes, other
+    numbers of rows and lengths, and captured steps; an error names a guard that would recompile."""
     ids = text().cuda()[:REQUESTS, :40]
     want = generated(small_model(device="cuda"), ids)
     model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
@@ -203,7 +203,7 @@ def test_generate_compiles_each_part_once():
 
 
 class Same(LogitsProcessor):
-    """A processor of a user's own: Hugging Face's loop runs."""
+    """A user's own logits processor, with which Hugging Face's loop runs."""
 
     def __call__(self, input_ids, scores):
         return scores
@@ -211,7 +211,7 @@ class Same(LogitsProcessor):
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "top_k": 40, "top_p": 0.9}])
 def test_sampled_texts_are_hugging_faces(more):
-    """With the random state that it leaves: the loop draws as ``torch.multinomial`` does."""
+    """The loop samples as ``torch.multinomial`` does, and leaves the same random state."""
     model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
     ids, results = text().cuda()[:2, :40], []
     settings = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, **more}
@@ -225,8 +225,8 @@ def test_sampled_texts_are_hugging_faces(more):
 
 
 def test_captured_steps_end_with_their_texts():
-    """Texts that end in captured steps, between two looks of the host, leave the cache as eager
-    steps do."""
+    """If texts end in captured steps, between two checks of the host, the cache is that of eager
+    steps."""
     model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
     ids = text().cuda()[:2, :40]
     plain = model.generate(ids, **{**GREEDY, "max_new_tokens": 24})
@@ -242,7 +242,7 @@ def test_captured_steps_end_with_their_texts():
 
 
 def test_generate_of_the_defaults():
-    """FP8 and the official recipe, a cache that ``generate`` makes, prompts of two lengths."""
+    """FP8, the official recipe, a cache that ``generate`` makes, and prompts of two lengths."""
     model = v4.patch(small_model(device="cuda", dtype=torch.bfloat16))
     ids = text().cuda()[:2, :40].clone()
     mask = torch.ones_like(ids)

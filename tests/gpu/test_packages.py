@@ -37,12 +37,12 @@ CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[int, int
         lambda seed, count: batches.adversarial_gathered(seed, count, 64, 300),
     ),
 }  # fmt: skip
-"""An op, its arguments per token, numbers of tokens of which the first is exported, and a call; of
-prefills the second is the one that copies its rows, and the last two have splits."""
+"""An op, its arguments with a row per token, numbers of tokens (the first is exported), and a call.
+The second prefill copies its rows, and the last two have splits."""
 
 
 class Call(torch.nn.Module):
-    """An op, whose results are a tuple."""
+    """An op, whose results are returned as a tuple."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Call(torch.nn.Module):
 
 
 def shifted(tensor: Tensor) -> Tensor:
-    """The same an element behind the start of its storage."""
+    """Return an equal tensor that begins one element after the start of its storage."""
     room = tensor.new_empty(tensor.numel() + 1)
     return room[1:].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
-    """Adversarial entries, rows of NaN that nobody sees; arguments at any address."""
+    """Entries are adversarial, unseen rows are NaN, and arguments have any address."""
     name, per_token, counts, make = CALLS[kind]
     first = make(0, counts[0]).on(DEVICE)
     tokens = {0: torch.export.Dim("tokens", min=2, max=8192)}
@@ -78,14 +78,14 @@ def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
         actual = run(*given)
         if count < 1000:
             batches.agrees(name, case, tuple(actual))
-        if count > 10 or name == GATHERED:  # others are combined 16 at a time, here 8
+        if count > 10 or name == GATHERED:  # other splits are combined 16 at a time, here 8
             assert all(map(equal, actual, batches.kernel(name, case)))
         moved = [shifted(each) if place in per_token else each for place, each in enumerate(given)]
         assert all(map(equal, run(*moved), actual))
 
 
 class Moved(torch.nn.Module):
-    """Queries that Inductor would give other strides, and some that start at an odd address."""
+    """Queries to which Inductor would give other strides, some at an odd address."""
 
     def forward(self, x: Tensor, y: Tensor, flat: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         call = OPS[GATHERED].op
@@ -95,7 +95,7 @@ class Moved(torch.nn.Module):
 
 
 def test_strides_and_addresses_are_what_the_kernel_is_told(tmp_path: Path) -> None:
-    """Keys, entries and lengths are inputs that start at odd addresses when they are exported."""
+    """Keys, entries and lengths are inputs that begin at odd addresses in the export."""
     heads, tokens = 64, 40
     _, *rest = batches.adversarial_gathered(1, tokens, heads, 300).on(DEVICE).tensors
     shapes = ((heads, 512, tokens), (heads, tokens, 512), (heads * tokens * 512 + 1,))

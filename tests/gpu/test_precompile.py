@@ -1,4 +1,4 @@
-"""Workers compile the kernels of a model's first steps on the device itself."""
+"""Workers compile the kernels of a model's first steps for the GPU."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ print(sum(hits), len(hits), [src.name for src, hit in seen if not hit])
 
 
 def test_launches_read_what_workers_compiled(tmp_path):
-    """In a process with empty folders; some kernels depend on more than sizes."""
+    """The process begins with empty folders; some kernels depend on more than sizes."""
     folders = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     environment = os.environ | {name: str(tmp_path / each) for name, each in folders.items()}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "4"

@@ -18,8 +18,8 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def on_device(case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
-    """Against the reference on the device, which holds the keys of 300 tokens; unless there
-    are results, those of splits and those in one split."""
+    """Compare with the reference on the device, for 300 tokens at most. Without given results,
+    compare those with splits and those without."""
     spec, moved = OPS[PREFILL], case.on(DEVICE)
     expected = moved.run(spec.reference)
     found = [actual] if actual else [kernel(PREFILL, each) for each in (case, unsplit(case))]
@@ -54,7 +54,7 @@ def test_windows_and_page_sizes(window: int, block: int) -> None:
 
 
 def test_all_rows_of_a_long_request() -> None:
-    """C128 at a million tokens: 8192, 8191, 1 and 4096 rows."""
+    """C128 at a million tokens: tokens see 8192, 8191, 1 and 4096 rows."""
     case = prefill_case(1, 4, 64, "C128", longest=2**15, max_reqs=1)
     tensors = list(case.tensors)
     for place in (4, 6):
@@ -71,8 +71,8 @@ PER_TOKEN = (0, 2, 3, 7)
 @each_mode
 @pytest.mark.parametrize("heads", [8, 64, 128])
 def test_a_token_has_the_same_bits_in_every_batch(mode: str, heads: int) -> None:
-    """Alone, in chunks, in another order, and in another call; tokens of NaN beside it. "auto" may
-    read a copy of the rows where there are many tokens, and splits the keys of few."""
+    """A token is computed alone, in chunks, in another order, in another call, and beside tokens of
+    NaN. "auto" may read a copy of the rows for many tokens, and splits the keys of few."""
     case = unsplit(prefill_case(9, 200, heads, mode))
     whole = kernel(PREFILL, case)
     assert all(map(equal, whole, kernel(PREFILL, case)))
@@ -104,7 +104,7 @@ def test_arguments_of_any_strides(mode: str) -> None:
 
 @pytest.mark.parametrize("name", [DECODE, PAGED, PREFILL])
 def test_plain_rows_with_gaps_between_them(name: str) -> None:
-    """Of the compressed cache alone: the kernel knows only dense rows."""
+    """Only rows of the compressed cache have gaps: the kernel supports only dense rows."""
     dense, gaps = plain_case(name)
     assert gaps.tensors[5 if name == PREFILL else 4].stride(1) == 1024
     spec = OPS[name]

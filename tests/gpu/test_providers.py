@@ -38,7 +38,7 @@ def call(name: str, case: Case, **settings):
 def assert_upstream(
     what: str, out: Tensor, exact: Tensor, atol: float, rtol: float, cosine: float
 ) -> None:
-    """FlashMLA's own criteria."""
+    """Assert FlashMLA's own criteria."""
     out, exact = out.double(), exact.double()
     torch.testing.assert_close(out, exact, atol=atol, rtol=rtol, msg=lambda text: f"{what}: {text}")
     apart = 1 - 2 * (out * exact).sum() / (out.square() + exact.square()).sum()
@@ -46,8 +46,8 @@ def assert_upstream(
 
 
 def check(name: str, case: Case, actual, deviation: float = 1.5) -> None:
-    """Upstream's criteria, which grow with the values, against float64; and our contract of tokens
-    without keys."""
+    """Apply upstream's criteria, which grow with the values, against float64; and our contract for
+    tokens without keys."""
     out, *_, lse = actual
     exact, *exact_logs = (each.value for each in exact_results(testing.op_testing(name), case))
     no_key = exact_logs[-1] == -math.inf
@@ -68,8 +68,8 @@ def check(name: str, case: Case, actual, deviation: float = 1.5) -> None:
 )
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (2, 128), (33, 128), (150, 64)])
 def test_flash_mla_decodes(tokens, heads, extra, sizes):
-    """Ragged lengths, slots that do not exist, NaN in unused rows, sinks of inf, tokens without any
-    key, widths that are no multiple of its tiles."""
+    """Lengths are ragged, slots are absent, unused rows are NaN, sinks are inf, some tokens have no
+    key, and widths are no multiples of its tiles."""
     pages = {"block": sizes[0], "extra_block": sizes[1]}
     case = decode_case(tokens + heads, tokens, heads, extra, **pages).on(DEVICE)
     check(DECODE, case, call(DECODE, case, impl="flash_mla"))
@@ -171,7 +171,7 @@ def lens_of(what: str, tokens: int, width: int) -> Tensor:
 
 
 def their_metadata(heads: int, swa_lens: Tensor, extra_lens: Tensor | None, width: int):
-    """What FlashMLA plans for such lengths."""
+    """Return FlashMLA's plan for such lengths."""
     tokens, page = swa_lens.shape[0], MainLayout(64).allocate(1, DEVICE)
     q = torch.zeros(tokens, 1, heads, 512, dtype=torch.bfloat16, device=DEVICE)
     view = adapter.kernel_view(page, 64)
@@ -184,8 +184,8 @@ def their_metadata(heads: int, swa_lens: Tensor, extra_lens: Tensor | None, widt
 @pytest.mark.parametrize("extra", [None, 512, 8192])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (2, 128), (33, 64), (150, 128), (2000, 64)])
 def test_our_metadata_is_that_of_flash_mla(tokens, heads, extra):
-    """Integer for integer, but for what nothing reads: the last column, and where a part without
-    work begins. Compiled once for any number of tokens as well."""
+    """All integers are equal, except those that nothing reads: the last column, and the start of a
+    part without work. One compiled graph serves any number of tokens."""
     parts = providers.flash_mla_num_sm_parts(heads)
     compiled = torch.compile(ops.flash_mla_metadata, fullgraph=True, dynamic=True)
     for window in LENS:
@@ -203,7 +203,7 @@ def test_our_metadata_is_that_of_flash_mla(tokens, heads, extra):
 
 @pytest.mark.parametrize(("name", "extra"), [(DECODE, None), (DECODE, 512), (PAGED, None)])
 def test_a_captured_step_makes_its_metadata(name, extra):
-    """Once for two calls; bit-equal to what FlashMLA plans itself, and following the lengths."""
+    """A step makes its metadata once for two calls, bit-equal to what FlashMLA plans itself."""
 
     def run(case):
         q, _, swa, swa_lens = case.tensors[:4]
@@ -267,7 +267,7 @@ CASES = {
     ("name", "dynamic"), [*((name, False) for name in CASES), (DECODE, True), (PREFILL, True)]
 )
 def test_compiled_and_captured(name, dynamic):
-    """One graph, the library's op in it; captured, and right after the inputs change in place."""
+    """One graph contains the library's op; a replay is right after inputs change in place."""
     case, other = (CASES[name](seed).on(DEVICE) for seed in (3, 4))
     present = present_in(case)
     inputs = [case.tensors[place].clone() for place in present]

@@ -43,7 +43,7 @@ SHAPES = [(1, 2048, 64), (64, 4096, 32), (130, 8192, 64)]
 
 @pytest.mark.parametrize(("tokens", "rows", "heads"), SHAPES)
 def test_deep_gemm_selects_exactly_where_scores_are_exact(tokens, rows, heads):
-    """Blocks that do not exist, requests that do not, tokens without a row, ties."""
+    """Some blocks and requests are absent, some tokens have no row, and scores tie."""
     batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads)
     batch.table[:, 1::9] = batch.cache.shape[0] + 5
     batch.table[0, 2::11] = INT32_MAX
@@ -59,7 +59,7 @@ def test_deep_gemm_selects_exactly_where_scores_are_exact(tokens, rows, heads):
 
 @pytest.mark.parametrize(("tokens", "rows", "heads"), SHAPES)
 def test_deep_gemm_scores_are_near(tokens, rows, heads):
-    """Upstream's tolerance: 5e-6 of the squared difference."""
+    """Upstream's tolerance is 5e-6 of the squared difference."""
     batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads, whole=False)
     upstream, ours = deep_gemm(batch), deep_gemm(batch, impl="triton")
     exist = ours > -math.inf
@@ -103,7 +103,7 @@ SCHEDULED = ["none", "one key", "random", "mostly none", "whole splits", "long f
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 150, 1000])
 @pytest.mark.parametrize("what", [*SCHEDULED, "longest"])
 def test_the_schedule_is_that_of_deep_gemm(what: str, rows: int) -> None:
-    """Bit for bit, eager and compiled."""
+    """The bits are equal, eager and compiled."""
     library = libraries.load(libraries.DEEP_GEMM)
     lens = lens_of(what, rows)
     settings = {"block_size": 64, "num_sms": library.get_num_sms()}
@@ -129,7 +129,7 @@ def test_a_captured_schedule_follows_its_lens() -> None:
 
 @pytest.mark.parametrize("topk", [None, 512])
 def test_logits_by_our_schedule_are_those_by_its_own(topk: int | None) -> None:
-    """Captured with the schedule in the graph, once for two calls."""
+    """The schedule is in the captured graph, once for two calls."""
     batch = Batch(num_tokens=130, max_rows=8192)
     sizes = {"block_size": 64, "num_sms": deep_gemm_num_sms()}
 

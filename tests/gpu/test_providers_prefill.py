@@ -27,7 +27,7 @@ PER_TOKEN = (0, 2, 3, 7)
 
 
 def upstream(case: Case) -> tuple[Tensor, ...]:
-    """What FlashMLA gives, in memory that held NaN: what is not gathered stays as it was."""
+    """Return FlashMLA's results; memory for rows held NaN, so gathers must write all it reads."""
     poison = torch.full((2**27,), math.nan, dtype=torch.bfloat16, device=DEVICE)
     del poison
     return call(PREFILL, case, impl="flash_mla")
@@ -36,8 +36,8 @@ def upstream(case: Case) -> tuple[Tensor, ...]:
 @each_mode
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (64, 128), (300, 64), (200, 128)])
 def test_sampled_batches(mode: str, tokens: int, heads: int) -> None:
-    """Ragged requests, some of them absent, padding, blocks that do not exist, NaN in unused
-    blocks, sinks of inf."""
+    """Requests are ragged or absent, some tokens are padding, unused blocks are NaN, sinks are
+    inf."""
     case = prefill_case(7 * tokens + heads, tokens, heads, mode).on(DEVICE)
     check(PREFILL, case, upstream(case))
 
@@ -51,7 +51,7 @@ def test_sizes(window: int, block: int, topk: int) -> None:
 
 @each_mode
 def test_requests_one_after_the_other_and_mixed(mode: str) -> None:
-    """Bit for bit: a token has the same keys in the same order. Alone too."""
+    """The bits are equal, because a token has the same keys in the same order; alone, too."""
     case = prefill_case(9, 200, 64, mode).on(DEVICE)
     whole = upstream(case)
     order = torch.randperm(200, generator=generator(1)).to(DEVICE)
@@ -62,7 +62,7 @@ def test_requests_one_after_the_other_and_mixed(mode: str) -> None:
 
 
 def adversarial(case: Case, seed: int) -> Case:
-    """A third of all integers replaced by ones that name nothing, or something else."""
+    """Replace a third of all integers by integers that name nothing, or something else."""
     made = generator(seed)
     extremes = (-1, INT32_MIN, INT32_MAX, INT32_MAX - 1, 0, 1, 700)
 
@@ -90,7 +90,7 @@ def test_adversarial_values(mode: str, seed: int) -> None:
 
 @each_mode
 def test_lists_and_rows_are_those_of_the_definition(mode: str) -> None:
-    """Every integer, and every bit of the rows that lists name."""
+    """Every listed entry is equal, and so is every bit of the rows that lists name."""
     case = adversarial(prefill_case(11, 1500, 64, mode), 4).on(DEVICE)
     _, swa_cache, positions, owners, swa_table, cache, table, chosen, sink = case.tensors
     numbers = case.settings
@@ -103,7 +103,7 @@ def test_lists_and_rows_are_those_of_the_definition(mode: str) -> None:
     for name in ("lens", "sink"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     column = torch.arange(actual.slots.shape[1], device=DEVICE)
-    counted = torch.where(column < actual.lens[:, None], actual.slots, -1)  # as far as lengths go
+    counted = torch.where(column < actual.lens[:, None], actual.slots, -1)  # up to the lengths
     assert torch.equal(counted, expected.slots)
     named = expected.slots.unique()[1:].long()
     assert len(named) > 1000
@@ -125,7 +125,7 @@ def test_a_captured_call_follows_its_tensors(mode: str) -> None:
 
 @each_mode
 def test_compiled_code_has_one_workspace(mode: str) -> None:
-    """Our gathers write to it in place, and FlashMLA reads it there."""
+    """Our gathers write to the workspace in place, and FlashMLA reads it there."""
     case = prefill_case(1, 30, 64, mode).on(DEVICE)
     present = [place for place, tensor in enumerate(case.tensors) if tensor is not None]
     run = run_of(PREFILL, case, present, impl="flash_mla")

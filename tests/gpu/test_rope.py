@@ -35,7 +35,7 @@ def insert(kv, cache, slots, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_tokens", [1, 5, 128, 8192])
 def test_insert_has_the_bytes_of_rotation_and_insert(layout, num_tokens):
-    """Four million values over 80 orders of two, late positions, tokens without a slot."""
+    """Four million values over 80 powers of two, late positions, and tokens without a slot."""
     table = ops.rope_cos_sin_cache(2**20, **YARN, device="cuda")
     generator = torch.Generator("cuda").manual_seed(num_tokens)
     scale = torch.randint(-40, 40, (num_tokens, 8, 1), generator=generator, device="cuda")
@@ -54,7 +54,7 @@ def test_insert_has_the_bytes_of_rotation_and_insert(layout, num_tokens):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_bf16_value_is_rotated_and_stored_as_on_the_cpu(layout):
-    """All 65536 patterns as the even value of a pair and as the odd one; NaN is 0x7FC0."""
+    """All 65536 bit patterns, as first and as second value of a pair; NaN is 0x7FC0."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     generator = torch.Generator().manual_seed(3)
     kv = torch.zeros(2048, 512, dtype=torch.bfloat16)
@@ -98,7 +98,7 @@ def test_graph_has_few_kernels(name, kwargs, most):
 
 
 def test_rotation_and_quantisation_over_many_values():
-    """16 million values, compiled: the rows read back are within the budget of the reference."""
+    """16 million values, compiled: the dequantised rows are within the budget of the reference."""
     torch._dynamo.reset()
     options = {"num_groups": 8, "scale_layout": "column_padded"}
     compiled = torch.compile(
@@ -118,7 +118,7 @@ def test_rotation_and_quantisation_over_many_values():
 
 
 def test_queries_beyond_32_bits(gpu_memory_alone):
-    """2^31 elements and more, in and out, and more programs than 65535."""
+    """Inputs and outputs have more than 2^31 elements, and the grid more than 65535 programs."""
     num_tokens, heads = 66000, 64
     table = ops.rope_cos_sin_cache(64, **YARN, device="cuda")
     q = torch.zeros(num_tokens, heads, 512, dtype=torch.bfloat16, device="cuda")

@@ -35,7 +35,7 @@ def test_head_counts_of_no_whole_tile(name: str, heads: int) -> None:
 @pytest.mark.parametrize("num_splits", [0, 1, 7, 40])
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_splits(name: str, tokens: int, num_splits: int, batch_invariant: bool) -> None:
-    """More splits than blocks of keys too."""
+    """Some calls have more splits than blocks of keys."""
     settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
     agrees(name, case_of(name, 3, tokens, 64, **settings))
 
@@ -54,7 +54,7 @@ def test_page_sizes_and_widths(sizes: tuple[int, int], extra: int) -> None:
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_one_token_of_a_million(heads: int) -> None:
-    """8192 compressed rows of one request: every SM has a split."""
+    """The token sees 8192 compressed rows of one request: every SM has a split."""
     case = batches.paged_case(1, 1, heads, columns=4096)
     case.tensors[5].fill_(8190)
     case.tensors[6].fill_(0)
@@ -82,7 +82,7 @@ def test_queries_of_any_strides(name: str, how: str) -> None:
 
 @both_ops
 def test_nothing_to_attend_with(name: str) -> None:
-    """No tokens, no heads."""
+    """There are no tokens, or no heads."""
     case = case_of(name, 2, 4, 8).on(DEVICE)
     no_heads = (case.tensors[0][:, :0], *case.tensors[1:-4], case.tensors[-4][:0], *BARE)
     for tensors in (no_heads, batches.some_tokens(case, slice(0, 0)).tensors):
@@ -94,8 +94,8 @@ def test_nothing_to_attend_with(name: str) -> None:
 @both_ops
 @pytest.mark.parametrize("exponent", [-90, -30, 20, 110])
 def test_magnitudes_of_values(name: str, exponent: int) -> None:
-    """Partial results have less range than float32: keys times a power of two give every bit of
-    that multiple of the output, in any number of splits."""
+    """Partial results have less range than float32. If keys are multiplied by a power of two,
+    outputs have exactly that multiple, with any number of splits."""
     for tokens, num_splits in ((1, 0), (5, 0), (5, 3), (5, 1)):
         case = case_of(name, 8, tokens, 64, num_splits=num_splits)
         out, lse = kernel(name, case)
@@ -106,8 +106,8 @@ def test_magnitudes_of_values(name: str, exponent: int) -> None:
 
 
 def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
-    """Of one key that all heads see, half of them with a weight of 0. In one split float32 sums are
-    rounded once; both round the weights to bf16, against other maxima."""
+    """All heads see the key, half of them with a weight of 0. With one split, float32 sums are
+    rounded once; both round the weights to bf16, relative to different maxima."""
     case = batches.decode_case(4, 6, 64, None, adversarial=False)
     layout = MainLayout(64)
     slot = int(case.tensors[2][1, 0])
@@ -142,7 +142,7 @@ def test_a_token_of_nan_leaves_the_others_alone(name: str) -> None:
     "fixed", [{"batch_invariant": True}, {"num_splits": 1}, {"num_splits": 3}], ids=str
 )
 def test_a_token_has_the_same_bits_in_every_batch(name: str, heads: int, fixed: dict) -> None:
-    """Alone, in a batch of 200, in another order, and in another call of it."""
+    """A token is computed alone, in a batch of 200, in another order, and in another call."""
     case = case_of(name, 9, 200, heads, **fixed)
     whole = kernel(name, case)
     assert all(map(equal, whole, kernel(name, case)))

@@ -1,4 +1,4 @@
-"""Sparse MLA over caches and queries beyond 4 GiB, whose bytes lie past 2^31 and 2^32. Run on a GPU
+"""Sparse MLA over caches and queries larger than 4 GiB, at bytes beyond 2^31 and 2^32. Run on a GPU
 with ``pytest -m gpu tests``."""
 
 import math
@@ -19,7 +19,7 @@ both_ops = pytest.mark.parametrize("name", [batches.DECODE, batches.PAGED])
 
 
 def far_slots(layout: Layout, blocks: int) -> Tensor:
-    """Slots around the bytes 2^31 and 2^32, and the last ones."""
+    """Return slots around the bytes 2^31 and 2^32, and the last slots."""
     borders = (2**31, 2**32, blocks * layout.page_bytes)
     pages = [border // layout.page_bytes - back for border in borders for back in (1, 2, 3)]
     slots = [page * layout.block_size + row for page in pages for row in (0, layout.block_size - 1)]
@@ -30,8 +30,8 @@ def far_slots(layout: Layout, blocks: int) -> Tensor:
 @both_ops
 @pytest.mark.parametrize("kind", ["v4_fp8", "plain"])
 def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> None:
-    """Rows whose bytes lie past 2^31 and 2^32, of plain rows whose elements do: what the same rows
-    of a small cache give."""
+    """Rows at bytes beyond 2^31 and 2^32, and plain rows at elements beyond them, give the same
+    results as equal rows in a small cache."""
     made, layout = batches.generator(3), MainLayout(64) if kind == "v4_fp8" else PlainLayout(64)
     gibibytes = 5 if kind == "v4_fp8" else 8
     blocks = math.ceil(gibibytes * 2**30 / layout.page_bytes)
@@ -39,7 +39,7 @@ def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> No
     k, far = batches.keys_of(made, len(slots)), len(slots)
     large, small = layout.allocate(blocks, batches.DEVICE), layout.allocate(far, "cpu")
     assert large.nbytes > 2**32
-    near = torch.arange(far) * 64 + slots % 64  # a block each, the same row of it
+    near = torch.arange(far) * 64 + slots % 64  # one row per block, at the same place of the block
     for cache, places in ((large, slots), (small, near)):
         rows = k.to(cache.device), cache, places.to(cache.device)
         if kind == "plain":
@@ -63,8 +63,8 @@ def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> No
             extra = (cache, torch.full_like(lens, 150), torch.arange(tokens).int(), pages)
         return Case("far", (q, *swa, *extra, sink, *BARE), batches.settings_of(64, 64, layout=kind))
 
-    # blocks of the large cache hold two of the rows each, those of the small one a row: the paged
-    # op sees them as far as the table says, so both must hold the same blocks
+    # a block of the large cache has two of the rows, a block of the small cache one: the paged op
+    # reads whole blocks of the table, so both caches must hold the same blocks
     if name == batches.PAGED:
         small = small.new_zeros(layout.shape(far))
         small.copy_(large[(slots // 64).to(batches.DEVICE)])
@@ -78,7 +78,7 @@ def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> No
 
 
 def test_queries_beyond_4_gib(gpu_memory_alone: None) -> None:
-    """The last of 33,000 tokens of 128 heads, whose queries and output lie past 2^31 elements."""
+    """The last of 33,000 tokens with 128 heads have queries and outputs beyond 2^31 elements."""
     tokens, made = 33000, batches.generator(4)
     case = batches.decode_case(4, 8, 128, None)
     q = case.tensors[0].repeat(tokens // 8, 1, 1).to(batches.DEVICE)

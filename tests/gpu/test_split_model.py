@@ -28,12 +28,12 @@ pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs 2 GPUs"
 )
 
-CLOSE, TOKENS = 1e-4, 4  # as of one GPU in float32; tokens of a captured step
+CLOSE, TOKENS = 1e-4, 4  # tolerance, as with one GPU in float32; tokens of a captured step
 COUNTS = ({0: 1, 1: 1}, {1: 1}, {0: 2, 1: 1}, {0: 1}, {1: 2})
 
 
 def whole(family):
-    """A model whose heads and groups four ranks can split."""
+    """Return a model whose heads and groups four ranks can split."""
     made, settings = MODELS[family]
     return made(**settings, **{"v4": {"o_groups": 4}}.get(family, {}))
 
@@ -43,7 +43,7 @@ def cache_of(model):
 
 
 def started(model):
-    """An engine behind the prefill of its requests, the second in two steps."""
+    """Return an engine whose requests are prefilled, the second request in two steps."""
     engine = Engine(model, cache_of(model), text())
     engine.prefill({0: 40, 1: 9})
     engine.decode({1: 3})
@@ -51,7 +51,7 @@ def started(model):
 
 
 def captured(step, batch, cache):
-    """A CUDA graph of the step, and how to replay it with another batch."""
+    """Capture the step; return a function that replays the graph with another batch."""
     given = tree_map(torch.clone, batch)
     for _ in range(2):
         step(given, cache)
@@ -71,7 +71,7 @@ def captured(step, batch, cache):
 
 
 def check(engine, want, what):
-    """Logits, and the token of each wherever the best two differ by more than the error."""
+    """Check logits, and tokens wherever the best two logits differ by more than the error."""
     scale, error = float(want.abs().max()), engine.worst(want)
     if dist.get_rank() == 0:
         print(f"{what}: error {error:.1e} of {scale:.1e}", flush=True)
@@ -91,7 +91,7 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
     want = logits_of(whole(family), text())
     model = split(family, folder, tp_plan=head_plan(family), ep_size=dist.get_world_size())
     model = model.to(DEVICE)
-    # its grouped products of float32 read lengths on the host, which no graph can capture
+    # in float32 its grouped products read lengths on the host, which no graph can capture
     model.set_experts_implementation("batched_mm")
     via = "symmetric_memory" if DEVICE == "cuda" else "reduce_scatter"
     patched(model, parallel=ContextParallel.of(interleave=2, via=via))
@@ -106,7 +106,7 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
         batch = padded_to(batch, TOKENS, REQUESTS)
         if DEVICE == "cpu":
             return compiled(model, batch, cache)
-        if not replays:  # warm-up steps write what the step writes again
+        if not replays:  # the warm-up writes what the step writes again
             replays.append(captured(lambda *given: compiled(model, *given), batch, cache))
         return replays[0](batch)
 
@@ -118,7 +118,7 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
 
 @torch.no_grad()
 def rank_package(rank: int, folder: Path) -> None:
-    """Rank 0 makes the package of a model whose cache the ranks share: the rank is an input."""
+    """Rank 0 makes the package, for which the rank is an input; all ranks share the cache."""
     stock = whole("v3")
     want = stock(text()).logits
     model = patched(stock.to(DEVICE), parallel=ContextParallel.of(interleave=2))
@@ -141,7 +141,7 @@ def rank_package(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_a_gpu():
-    """Unless the variable names another device."""
+    """Skip without a GPU, unless the variable names another device."""
 
 
 @pytest.fixture(scope="module")

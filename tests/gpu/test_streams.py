@@ -1,4 +1,4 @@
-"""Hyper-connections of many tokens, whose programs go on to other columns."""
+"""Hyper-connections of many tokens, in which a program computes several groups of columns."""
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
-"""Batches that Hopper's decode schedules by their lengths, on a GPU: what its programs find,
-results beside the reference, graphs whose lengths change. Run there with ``pytest -m gpu
-tests``."""
+"""Batches that Hopper's decode kernel schedules by their lengths: the work of its programs, results
+against the reference, and graphs whose lengths change. Run them with ``pytest -m gpu tests``."""
 
 import pytest
 from torch import Tensor
@@ -40,7 +39,7 @@ def test_programs_find_their_pieces_beyond_those_at_once(tokens: int, at_once: i
 
 @pytest.mark.parametrize("widths", [(128, 2**22), (2**31 - 1, 2**31 - 1)])
 def test_tables_for_millions_of_rows(widths: tuple[int, int]) -> None:
-    """Lengths that would be negative if 63 were added, and more blocks than it goes by."""
+    """Adding 63 to these lengths would overflow; tables have more blocks than are read."""
     extra = [2**31 - 1, 2**22, 2**21 + 65]
     extra += [64 * 37 * count + count % 3 - 1 for count in range(37)]
     given = [128, 2**31 - 1, 0, 2**22] * 10, extra, list(range(40)), 40
@@ -49,7 +48,7 @@ def test_tables_for_millions_of_rows(widths: tuple[int, int]) -> None:
 
 
 def lengths(case: Case, long: int, short: int, every: int) -> Case:
-    """The same of few long contexts among short ones."""
+    """Return the lengths of a few long contexts among short ones."""
     tokens = case.tensors[0].shape[0]
     lens = i32([long if token % every == every - 1 else short for token in range(tokens)])
     tensors = list(case.tensors)
@@ -60,7 +59,7 @@ def lengths(case: Case, long: int, short: int, every: int) -> Case:
 @pytest.mark.parametrize("heads", [8, 64, 65, 128])
 @pytest.mark.parametrize("tokens", [31, 32, 60, 61, 120, 121, 128, 129, 256, 257])
 def test_batches_of_any_lens(tokens: int, heads: int) -> None:
-    """Around the numbers of tokens from which and up to which batches are split."""
+    """The numbers of tokens are near those at which batches begin and cease to be split."""
     agrees(PAGED, paged_case(tokens, tokens, heads))
 
 
@@ -84,7 +83,7 @@ def test_the_same_bits_every_time() -> None:
 
 @pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
 def test_a_graph_follows_its_lens(captured_by: str) -> None:
-    """What is a split, and what is to be combined, is found again in every replay."""
+    """Every replay computes the splits, and what to combine, again."""
     made = paged_case(1, 64, 64, columns=1024)
 
     def step(*tensors: Tensor) -> tuple[Tensor, ...]:

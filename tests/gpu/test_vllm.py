@@ -1,7 +1,5 @@
-"""Requests through vLLM's engine on a GPU, in its CUDA graphs, which hold the metadata of a step.
-
-``.ci/vllm_bundle.py`` brings vLLM to a machine without an index.
-"""
+"""Requests through vLLM's engine on a GPU, in its CUDA graphs, which contain the metadata of a
+step. ``.ci/vllm_bundle.py`` packs vLLM for a machine without a package index."""
 
 import pytest
 
@@ -15,7 +13,7 @@ FEW = {
     "v4": {"num_gpu_blocks_override": 160},
     "v3": {"num_gpu_blocks_override": 24, "block_size": 64},
 }
-"""Too few blocks, so that some requests are preempted."""
+"""With too few blocks, some requests are preempted."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,7 @@ def folders(tmp_path_factory):
 
 
 def graphs(cudagraph_mode, mode=0):
-    """Settings of vLLM's CUDA graphs; of ``torch.compile`` too if ``mode`` is 3."""
+    """Return settings of vLLM's CUDA graphs; ``mode`` 3 also runs ``torch.compile``."""
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     return {"mode": mode, "cudagraph_mode": cudagraph_mode, **sizes}
 
@@ -37,7 +35,7 @@ def graphs(cudagraph_mode, mode=0):
     [("v4", "NONE"), ("v4", "FULL_DECODE_ONLY"), ("v4", "FULL"), ("v3", "FULL")],
 )
 def test_answers_are_those_of_a_step_alone(folders, version, mode, runner, monkeypatch):
-    """40 requests in chunks; some share blocks in the step that fills them, some are preempted."""
+    """40 requests run in chunks; some share blocks that the step fills, some are preempted."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     settings = {**SHARED, **FEW[version], "enforce_eager": mode == "NONE"}
     settings |= {"compilation_config": graphs(mode)} if mode != "NONE" else {}
@@ -53,7 +51,7 @@ def test_answers_are_those_of_a_step_alone(folders, version, mode, runner, monke
 
 
 def test_compiled_steps_in_cuda_graphs(folders):
-    """By Inductor, as vLLM runs by default."""
+    """Inductor compiles the steps, as vLLM does by default."""
     settings = {**SHARED, **FEW["v4"], "enforce_eager": False}
     report = serve(folders["v4"], **settings, compilation_config=graphs("FULL", mode=3))
     assert report.error <= 1e-4
