@@ -101,7 +101,7 @@ class Requests:
             held[request] = []
 
     def step(self):
-        """Return the numbers of new and earlier tokens, decodes first, and the requests in
+        """Return numbers of new and earlier tokens, decodes first, and the requests in this
         order."""
         for request in range(REQUESTS):
             chance = self.rng.random()

@@ -1,5 +1,5 @@
-"""The Gluon kernel of dense MLA decode and of selected rows, its Python source run over numpy. A
-race or a deadlock of its partitions raises."""
+"""The Gluon kernel of dense MLA decode and of selected rows. The emulator runs its Python source
+over numpy, and raises if its partitions race or deadlock."""
 
 import math
 
@@ -52,15 +52,15 @@ def test_ragged_batches(name):
     ],
 )
 def test_rows_of_codes(layout, made):
-    """Dequantised on their way; queries may be codes too where the cache has a scale."""
+    """The kernel dequantises codes; if the cache has one scale, queries may be codes too."""
     case = mla_case(8, layout=layout, **made)
     assert_exact(kernel(case, seed=1), case)
 
 
 @pytest.mark.parametrize("exponent", [60, *nightly("a large one", -100)])
 def test_queries_that_float16_does_not_hold(exponent):
-    """Beside codes they are float16: each row is multiplied by a power of two before, which its
-    logits are divided by. Here rows differ by 2^30, and the scale of the cache makes up for it."""
+    """With rows of codes, queries are float16: the kernel multiplies a query row by a power of two,
+    and divides its logits by it. Here rows differ by 2^30, and the cache's scale compensates."""
     case = mla_case(8, [2, 1, 4], 16, longest=150, layout=FP8, adversarial=False)
     q, *rest, _ = case.tensors
     rows = torch.arange(q.shape[0] * q.shape[1]).view(*q.shape[:2], 1) % 2
@@ -85,15 +85,15 @@ def test_a_query_of_infinity_or_nan_spoils_its_row_alone():
 
 @pytest.mark.parametrize("seed", [0, *nightly("seed 0", 1, 2)])
 def test_schedules(seed):
-    """Partitions take turns in other orders, over several pairs of blocks in two splits."""
+    """Partitions run in other orders, over several pairs of blocks in two splits."""
     case = mla_case(seed, [1, 1], 8, longest=700, num_splits=2)
     assert_exact(kernel(case, seed), case)
 
 
 @pytest.mark.parametrize("op", [DENSE, SPARSE])
 def test_a_batch_is_scheduled_by_its_lengths(op):
-    """One long request among short ones has several splits, and the combine has its list; selected
-    rows by their number."""
+    """One long request among short ones has several splits, which the combine finds in its list.
+    For selected rows, the number of rows decides."""
     lens = [900, *range(40)]
     case = mla_case(1, [1] * 41, 4, longest=900, hint=False, adversarial=False, context_lens=lens)
     case = case if op == DENSE else mla_batches.sparse_case(case, topk=2048)
@@ -125,7 +125,7 @@ def test_plans(which):
     )
     if which == "adversarial":
         plan[1:3] = torch.tensor([[INT32_MAX, 0, 1, 0], [0, INT32_MIN, 2, INT32_MAX]]).int()
-        kernel(planned(case, plan))  # stays in bounds
+        kernel(planned(case, plan))  # the emulator raises if an access is out of bounds
         return
     assert_exact(kernel(planned(case, plan)), case)
 
@@ -154,13 +154,13 @@ def test_a_token_of_nan_stays_alone():
     [(2, "plain"), (1, DS_FP8), *nightly("those before", (1, "plain"), (1, FP8), (2, FP8))],
 )
 def test_a_row_of_nan_stays_with_the_tokens_that_see_it(splits, layout):
-    """Tokens of a request share a program; the last rows are of the last of them alone."""
+    """Tokens of a request share a program; only the last of them see the last rows."""
     case = mla_case(4, [4, 2], 8, longest=300, layout=layout, adversarial=False, num_splits=splits)
     mla_batches.assert_spoils_what_sees_it(kernel, case)
 
 
 def test_queries_and_pages_of_any_strides():
-    """Queries that are not at multiples of 16 bytes are copied; blocks may lie apart."""
+    """Queries that are not aligned to 16 bytes are copied first; blocks may have gaps."""
     case = mla_case(5, [2, 1], 8, longest=130, num_splits=2)
     expected = kernel(case)
     q, cache, *rest = case.tensors
@@ -173,7 +173,7 @@ def test_queries_and_pages_of_any_strides():
 
 
 def test_other_rows_have_the_kernel_in_triton():
-    """Rows of another width or dtype."""
+    """Rows of another width or dtype run the Triton kernel."""
     cases = [
         mla_case(6, [2], 4, longest=40, width=80, rank=64),
         mla_case(6, [2], 4, longest=40, dtype=torch.float16),

@@ -1,6 +1,5 @@
-"""The Gluon kernel over listed bf16 rows, its Python source run over numpy: the op
-``sparse_mla_gathered``, and prefills by way of a copy of their rows. A race or a deadlock of its
-partitions raises."""
+"""The Gluon kernel over listed bf16 rows: ``sparse_mla_gathered``, and prefills that copy their
+rows first. The emulator runs its Python source, and raises if partitions race or deadlock."""
 
 import math
 
@@ -29,7 +28,7 @@ KERNEL = "hopper_gathered_keys_kernel"
 
 
 def kernel(name, case, seed=0, programs=2):
-    """Results of the launcher, its kernel emulated by so many programs."""
+    """Return the results of the launcher, whose kernel runs as so many emulated programs."""
     results, launched = emulated.results_of(name, case, seed, programs)
     assert launched == ([KERNEL] if case.tensors[0].numel() else [])
     return results
@@ -57,14 +56,14 @@ def check(name, case, seed=0, programs=2):
     ],
 )
 def test_lists_and_heads_of_any_size(tokens, heads, topk, programs):
-    """Blocks, pairs of blocks and tiles of heads that are not full; programs of none, one and
-    several items."""
+    """Blocks, pairs of blocks and tiles of heads are not full; programs have no, one or several
+    items."""
     check(GATHERED, gathered_case(tokens, tokens, heads, topk), programs, programs)
 
 
 @pytest.mark.parametrize("seed", [0, *nightly("seed 0", 1, 2, 3)])
 def test_schedules(seed):
-    """Partitions take turns in other orders."""
+    """Partitions run in other orders."""
     check(GATHERED, gathered_case(seed, 4, 64, 260), seed, 1)
 
 
@@ -73,7 +72,7 @@ def test_adversarial_values(seed):
     case = adversarial_gathered(seed, 6, 9, 200)
     check(GATHERED, case, seed)
     out, row_max, lse = kernel(GATHERED, case, seed)
-    for token in (0, 1, 4):  # without a key
+    for token in (0, 1, 4):  # these tokens have no key
         assert (out[token] == 0).all()
         assert (lse[token] == -math.inf).all()
         assert (row_max[token] == -math.inf).all()
@@ -99,8 +98,8 @@ def test_a_token_has_the_same_bits_in_every_batch():
 
 
 def test_logits_of_any_magnitude():
-    """The largest comes first, last, or in either block of a pair; sums against another maximum are
-    scaled, and none overflows."""
+    """The largest logit comes first, last, or in either block of a pair. Sums relative to another
+    maximum are scaled, and none overflows."""
     for place in (0, 63, 64, 127, 128, 191, 192, 255):
         q, kv = torch.zeros(1, 1, 512).bfloat16(), torch.zeros(257, 512).bfloat16()
         q[0, 0, 0], kv[:, 1] = 1.0, torch.arange(257) % 8
@@ -115,7 +114,7 @@ def test_logits_of_any_magnitude():
 
 
 def test_queries_and_rows_of_any_strides():
-    """Copies are of 16 bytes: what does not begin at such a place is copied before."""
+    """Loads take 16 bytes: tensors that are not aligned to them are copied first."""
     case = gathered_case(2, 3, 9, 70)
     expected = kernel(GATHERED, case)
     q, kv, indices, lens, sink = case.tensors
@@ -133,7 +132,7 @@ def test_queries_and_rows_of_any_strides():
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Prefills of any size copy their rows: by the gather that the kernels' means."""
+    """Let prefills of any size copy their rows, with the gather that the kernels should equal."""
 
     def gather_rows(launch, call, sink, multiple, wanted):
         return bf16_workspace.gather_rows(call, sink, multiple)
@@ -146,7 +145,7 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tokens", "heads"), [(7, 8), *nightly("7 tokens", (1, 65))])
 def test_prefills_by_way_of_a_copy(mode, tokens, heads):
-    """Adversarial positions, requests, blocks and selections; blocks that nobody reads are NaN."""
+    """Positions, requests, blocks and selections are adversarial; unread blocks are NaN."""
     check(PREFILL, prefill_case(tokens, tokens, heads, mode, topk=90, longest=400))
 
 
@@ -173,7 +172,7 @@ def test_prefills_that_are_sampled(chosen):
 
 @pytest.mark.usefixtures("copies")
 def test_asked_for_our_kernel_a_prefill_reads_the_pages():
-    """Its bits must not depend on how many tokens there are."""
+    """With ``impl="triton"``, bits must not depend on the number of tokens."""
     case = prefill_case(1, 3, 8, "C4", topk=20, longest=300)
     args = (*case.tensors,)
     launched = []

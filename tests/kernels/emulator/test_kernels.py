@@ -1,5 +1,5 @@
-"""The Gluon kernels for Hopper, their Python source run over numpy, against the references; a race
-or a deadlock of their partitions raises. What Triton makes of them is checked on a GPU."""
+"""The Gluon kernels for Hopper against the references. The emulator runs their Python source over
+numpy, and raises if partitions race or deadlock. GPU tests check what Triton compiles."""
 
 import math
 
@@ -47,7 +47,7 @@ def kernel(name, case, seed=0):
 
 
 def check(name, case, seed=0):
-    """Return what the kernel gives, in which a prefill's keys are not split."""
+    """Check the kernel, for a prefill also without splits; return the last results."""
     expected = case.run(OPS[name].reference)
     for each in (case, unsplit(case)) if name == PREFILL else (case,):
         actual = kernel(name, each, seed)
@@ -57,14 +57,14 @@ def check(name, case, seed=0):
 
 
 def near(name, case):
-    """For results that are not finite, which float64 is not asked for."""
+    """Compare results that are not finite, for which float64 has no budget."""
     expected = case.run(OPS[name].reference)
     for actual, close in zip(kernel(name, case), expected, strict=True):
         torch.testing.assert_close(actual, close, rtol=2**-6, atol=2**-8, equal_nan=True)
 
 
 def replaced(case, **changed):
-    """The call of decode with other tensors."""
+    """Return a decode's call with other tensors."""
     place = OPS[DECODE].parameters.index
     return with_tensors(case, {place(name): value for name, value in changed.items()})
 
@@ -106,7 +106,7 @@ OF_ONE = pytest.mark.nightly("plans and what follows the keys are those of the o
 
 @pytest.fixture
 def emulates(monkeypatch):
-    """The checks of the Triton kernels, with these in their place."""
+    """Let the checks of the Triton kernels run these kernels."""
     monkeypatch.setattr(interpret_mla, "kernel", kernel)
     monkeypatch.setattr(interpret_mla, "check", check)
 
@@ -121,8 +121,8 @@ def emulates(monkeypatch):
 )
 @pytest.mark.usefixtures("emulates")
 def test_what_the_triton_kernel_promises(what, name):
-    """Plans of these and of other lengths, and adversarial ones; every bit of the rotation, and of
-    values of any scale; splits of halves of blocks."""
+    """Plans of these and of other lengths, adversarial plans, all bits of a rotation and of scaled
+    values, and splits of half blocks."""
     tokens = {"plans": 5, "adversarial": 5, "rotations": 3}.get(what, 2)
     getattr(interpret_mla, what)(name, case_of(name, 3, tokens, 8))
 
@@ -131,7 +131,7 @@ def test_what_the_triton_kernel_promises(what, name):
 @pytest.mark.usefixtures("emulates")
 @pytest.mark.parametrize("what", ["plans", *nightly("plans of other lengths", "adversarial")])
 def test_a_program_joins_several_tokens(name, what, monkeypatch):
-    """As where a plan has many: here all of 9 tokens."""
+    """A large plan does this; here one program combines all 9 tokens."""
     monkeypatch.setattr("dsv4_ops.kernels.common.attention.combine.PROGRAMS", 1)
     case = case_of(name, 4, 9, 3)
     if what == "plans" and not NIGHTLY:
@@ -142,7 +142,7 @@ def test_a_program_joins_several_tokens(name, what, monkeypatch):
 
 @each_decode
 def test_pieces_that_are_none_write_nothing(name):
-    """One of them wrong in each of its numbers, of a token that has no others."""
+    """A plan row is wrong in one of its numbers; its token has no other row."""
     good = [[0, 0, 1, 0], [1, 0, 2, 4], [1, 1, 2, 4]]
     wrong = [[token, 0, count, 0] for token in (-1, 3, INT32_MAX, INT32_MIN) for count in (1, 2)]
     wrong += [[2, split, 2, 0] for split in (-1, 2, INT32_MAX, INT32_MIN)]
@@ -177,7 +177,7 @@ def test_long_prefills(mode):
 
 
 def test_positions_that_no_token_has():
-    """Some of them have the 32 bits of one that has."""
+    """Some of these positions equal a valid position in their lower 32 bits."""
     far = [-1, -200, 2**32 + 70, 70 - 2**32, INT32_MAX, 2**63 - 1, -(2**63), 70]
     case = prefill_case(5, len(far), 8, "C128", longest=300, max_reqs=1)
     case = with_tensors(case, {2: i64(far), 3: i32([0] * len(far))})
@@ -186,7 +186,7 @@ def test_positions_that_no_token_has():
 
 
 def test_the_last_selected_row_counts():
-    """Wherever in the list it is, and alone: no block of the window exists."""
+    """The row is anywhere in the list, and it is alone, because no block of the window exists."""
     case, places = prefill_case(6, 6, 8, "C4", max_reqs=1), [0, 63, 64, 511, 512, 599]
     rows = torch.full((6, 600), -1, dtype=torch.int32)
     rows[torch.arange(6), places] = i32([7, 70, 130, 255, 300, 500])
@@ -214,7 +214,7 @@ LENS = [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, -1, INT32_MIN, INT32_MAX]
 
 
 def listing(seed, tokens, heads=8, extra=130, **changed):
-    """A call all of whose indices name a row."""
+    """Return a call in which every index names a row."""
     case = decode_case(seed, tokens, heads, extra, adversarial=False, **changed)
     lists = {"swa_indices": case.tensors[2], "extra_indices": case.tensors[5]}
     given = {name: rows for name, rows in lists.items() if rows is not None}
@@ -228,7 +228,7 @@ def lens_of(tokens, swa, extra):
 
 @pytest.mark.parametrize(("splits", "seed"), [(3, 2), *nightly("3 splits", (0, 0), (1, 1))])
 def test_lens_at_the_edges_of_blocks(splits, seed):
-    """Of the window and behind it, beside one another as a shuffle has them."""
+    """Lengths of the window and of the extra list are at edges of blocks, in shuffled pairs."""
     order = torch.randperm(len(LENS), generator=torch.Generator().manual_seed(seed))
     swa, extra = i32(LENS), i32(LENS)[order]
     case = listing(seed, len(LENS), num_splits=splits)
@@ -240,7 +240,7 @@ def test_lens_at_the_edges_of_blocks(splits, seed):
 
 @each_split
 def test_blocks_none_of_whose_keys_exist(splits):
-    """Before those that do, between them, behind them, and no others."""
+    """Such blocks come before, between or after blocks with keys, or are the only ones."""
     case = listing(2, 4, num_splits=splits)
     swa, extra = (case.tensors[place].clone() for place in (2, 5))
     swa[0], swa[1, 64:], extra[1] = -1, 10**6, INT32_MAX
@@ -253,7 +253,7 @@ def test_blocks_none_of_whose_keys_exist(splits):
 
 @each_split
 def test_a_slot_that_is_listed_often_counts_as_often(splits):
-    """The logarithm of the sum of 128 equal weights is that of one and the logarithm of 128."""
+    """The log of the sum of 128 equal weights is that of one weight plus log 128."""
     case = listing(3, 2, extra=None, num_splits=splits)
     case = replaced(case, swa_indices=case.tensors[2][:, :1].expand(-1, 128), attn_sink=None)
     (out, lse), (same, logs) = (
@@ -264,7 +264,7 @@ def test_a_slot_that_is_listed_often_counts_as_often(splits):
 
 
 def spoiled(seed, splits):
-    """A call, a cache to spoil, and a slot of it that only the first token lists."""
+    """Return a call, a cache to spoil, and a slot of it that only the first token lists."""
     case = listing(seed, 3, num_splits=splits)
     extra = case.tensors[5].clone()
     slot = int(extra[0, 69])
@@ -282,7 +282,7 @@ def spoiled(seed, splits):
     ],
 )
 def test_nan_is_seen_by_those_that_list_it(splits, place, value):
-    """A code that is NaN, or a byte that makes one of a RoPE value."""
+    """A byte makes a code NaN, or a RoPE value."""
     case, cache, slot = spoiled(4, splits)
     start = MainLayout(64).data_offset(slot)
     cache.view(-1)[start + place] = value
@@ -299,7 +299,7 @@ def test_nan_is_seen_by_those_that_list_it(splits, place, value):
     ("byte", "splits"), [(0, 1), (254, 3), *nightly("those before", (1, 3), (255, 1))]
 )
 def test_scale_bytes_that_no_insert_writes(splits, byte):
-    """Of 0 every value is zero, of 255 infinite; 254 is 2^127."""
+    """Byte 0 makes all values zero and byte 255 makes them infinite; 254 is 2^127."""
     case, cache, slot = spoiled(5, splits)
     start = MainLayout(64).scale_offset(slot)
     cache.view(-1)[start : start + 7] = byte
@@ -308,7 +308,7 @@ def test_scale_bytes_that_no_insert_writes(splits, byte):
 
 @pytest.mark.parametrize("splits", [2, *nightly("2 splits", 1, 3)])
 def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
-    """Of 64 keys and more, with values of 3e38 in one dimension and equal weights."""
+    """64 or more keys have equal weights and values of 3e38 in one dimension."""
     case = listing(6, 2, 9, num_splits=splits)
     caches, huge = {}, torch.tensor([3e38]).bfloat16().view(torch.uint8)
     for name, place in (("swa_cache", 1), ("extra_cache", 4)):
@@ -328,13 +328,13 @@ def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
     [(DECODE, -85), (PAGED, 60), *nightly("those before", (PAGED, -20), (DECODE, 118))],
 )
 def test_partial_results_of_any_magnitude(name, exponent):
-    """Beside such as are ordinary: a token's heads and splits have scales of their own."""
+    """Other splits have ordinary results: the heads and splits of a token have their own scales."""
     check(name, batches.magnified(case_of(name, 6, 2, 8, num_splits=3), exponent))
 
 
 @pytest.mark.parametrize("large", [slice(0, 2), slice(5, 7)], ids=["left", "right"])
 def test_partial_results_much_larger_in_one_half(large):
-    """By 2^40, more than the range of float16 has."""
+    """One half is larger by 2^40, which exceeds the range of float16."""
     case, caches = listing(7, 2, num_splits=3), {}
     for name, place in (("swa_cache", 1), ("extra_cache", 4)):
         caches[name] = case.tensors[place].clone()
@@ -349,7 +349,7 @@ def test_partial_results_much_larger_in_one_half(large):
     ("mode", "more"), [("C4", 100), ("C128", 0), *nightly("those before", ("C4", 0), ("C128", 100))]
 )
 def test_every_third_page_of_either_table_is_none(mode, more):
-    """One past the cache, whichever cache has more blocks."""
+    """The table also names a block past the cache, whichever cache has more blocks."""
     case = prefill_case(3, 6, 8, mode, longest=1500, max_reqs=1, topk=130)
     tensors = list(case.tensors)
     for cache, table, pages in ((1, 4, more), (5, 6, 100 - more)):
@@ -362,7 +362,7 @@ def test_every_third_page_of_either_table_is_none(mode, more):
 
 @each_op
 def test_tensors_with_gaps_between_their_values(name):
-    """Those of the window not as those of the compressed rows."""
+    """The two caches have different gaps."""
     if name == PREFILL:
         case = prefill_case(4, 5, 9, "C4", topk=70, longest=1500, max_reqs=2)
     else:

@@ -1,4 +1,4 @@
-"""Where the Gluon kernels are launched, and what a graph has of them."""
+"""Launches of the Gluon kernels, and how graphs contain them."""
 
 import pytest
 import torch
@@ -46,8 +46,8 @@ def test_hopper_has_kernels_of_its_own():
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_have_those_in_triton(capability):
-    """For fewer heads each, but on an A100: a program of an Ada has less shared memory, and that of
-    a B200 less tensor memory."""
+    """Other GPUs run the Triton kernels, with fewer heads per program except on an A100: an Ada has
+    less shared memory, and a B200 less tensor memory."""
     tiles = {(8, 0): 1, (10, 0): 2}.get(capability, 4)
     assert launched(128, capability) == [("split_keys", (128, tiles))]
 
@@ -57,8 +57,8 @@ def test_plain_caches_have_those_in_triton():
 
 
 def test_splits_are_of_whole_blocks_on_hopper():
-    """10 blocks for 132 programs; for a kernel in Triton 20 halves, which take it less time for 64
-    heads."""
+    """10 blocks for 132 programs become 10 splits. A Triton kernel gets 20 splits of half a block,
+    which take less time for 64 heads."""
     assert launched(1) == [("hopper_split_keys", (10, 1)), ("combine_splits", (1, 64, 1))]
     combined = ("combine_splits", (1, 64, 1))
     assert launched(1, layout="plain") == [("split_keys", (20, 1)), combined]
@@ -68,9 +68,9 @@ def test_splits_are_of_whole_blocks_on_hopper():
 
 
 def test_a_split_that_saves_no_more_than_one_block_is_no_split():
-    """A combine takes as long: two blocks of a window, whatever the tokens; three of each of 40
-    tokens in three splits save two, in two splits not. Halves of the window's save one and a
-    half."""
+    """A combine takes the time of a block. Two window blocks are never split. With 40 tokens, three
+    blocks in three splits save two blocks, but in two splits only one. Halves of the two window
+    blocks save one and a half."""
     for tokens in (1, 8, 32, 64):
         assert launched(tokens, width=0) == [("hopper_split_keys", (tokens, 1))]
     want = [("hopper_split_keys", (120, 1)), ("combine_splits", (40, 64, 1))]
@@ -81,8 +81,8 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
 
 
 def test_programs_that_join_by_a_plan():
-    """One for each token, up to 2048 with those of other heads, and for each 32 rows that are no
-    first splits of a batch of as many tokens."""
+    """There is one program per token (up to 2048 for all heads), and one per 32 plan rows that are
+    not first splits in a batch of as many tokens."""
 
     def joins(tokens, heads, programs):
         args, settings = arguments(tokens, heads=heads)
@@ -102,7 +102,7 @@ def test_programs_that_join_by_a_plan():
     ("tokens", "splits", "step"), [(66, 2, 2), (33, 4, 4), (16, 5, 8), (8, 10, 16), (4, 10, 16)]
 )
 def test_splits_that_are_joined_at_a_time(tokens, splits, step):
-    """No more than there are, of a call that knows its size; by a plan up to 4 or 8."""
+    """With known sizes, at most as many as there are; with a plan up to 4 or 8."""
     launch = Launches((9, 0))
     args, settings = arguments(tokens)
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
@@ -114,7 +114,7 @@ def test_splits_that_are_joined_at_a_time(tokens, splits, step):
 
 
 def paged_launch(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
-    """Launches of a call with block tables of blocks of 2 rows."""
+    """Return the launches of a call with block tables of blocks of 2 rows."""
     args, settings = arguments(tokens, heads=heads)
     table = torch.empty(tokens, columns, dtype=torch.int32, device="meta")
     plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta") if planned else None
@@ -142,8 +142,8 @@ def paged(*args, **changed):
     ],
 )  # fmt: skip
 def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, joining):
-    """A program for each SM whatever the tables' width, or of more tokens one for each and a
-    quarter of the SMs for extra splits; and about 1024 that combine."""
+    """However wide the tables are, there is one program per SM. More tokens get one program each,
+    and a quarter of the SMs for extra splits. About 1024 programs combine."""
     cut = [("hopper_split_keys", programs), ("combine_listed", (joining, heads))]
     assert paged(tokens, heads=heads) == cut
     assert paged(tokens, heads=heads, columns=4096) == cut
@@ -159,8 +159,8 @@ def test_lanes_that_cut_are_no_more_than_tokens_need(tokens, lanes):
 
 
 def test_what_is_not_cut():
-    """Fewer tokens, more, tables of a block, a plan, splits that are told, one GPU's bits; and the
-    kernel for other GPUs."""
+    """Too few or too many tokens, tables of one block, plans, given splits and ``batch_invariant``
+    have no schedule, and other GPUs have none."""
     cut = {"combine_listed"}
     for tokens, changed in (
         (31, {}), (15, {"heads": 128}), (257, {}), (257, {"heads": 128}), (64, {"columns": 32}),
@@ -180,10 +180,10 @@ def test_kernels_in_gluon_run_on_hopper_alone():
 
 @pytest.mark.parametrize(("tokens", "joins"), [(8, 8), (66, 66), (67, 1), (200, 1)])
 def test_joins_of_any_number_of_tokens(tokens, joins):
-    """A graph for any number of tokens launches the kernel that combines for all of them, or for
-    one where that number turns out to leave one split."""
+    """A graph for any number of tokens launches the combine for all tokens, or for one token if a
+    token has only one split."""
     shapes = ShapeEnv()
-    args, settings = arguments(tokens, device="cpu")  # of meta tensors no size is a symbol
+    args, settings = arguments(tokens, device="cpu")  # on meta, no size would be a symbol
     with FakeTensorMode(shape_env=shapes) as mode:
         fakes = [one if one is None else mode.from_tensor(one, static_shapes=False) for one in args]
         launch = Launches((9, 0))
@@ -235,7 +235,7 @@ print(torch.ops.dsv4_ops._hopper_prefill_keys.default)
 
 
 def test_code_from_a_cache_finds_its_op():
-    """Compiled code that another process has cached is looked up when the fakes have run."""
+    """When the fakes have run, the op exists that compiled code of another process calls."""
     run = forked.python("-c", CACHED, seconds=120)
     assert run.returncode == 0, run.stderr
     assert "_hopper_prefill_keys" in run.stdout

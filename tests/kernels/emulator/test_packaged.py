@@ -1,4 +1,4 @@
-"""What an AOTInductor package has of kernels in Gluon: launches that are ops, and what those write.
+"""Gluon kernels in AOTInductor packages: launches are ops, and the ops name what they write.
 tests/compile/test_export.py builds and runs such a package."""
 
 import functools
@@ -38,7 +38,7 @@ def test_a_kernel_that_needs_memory_is_refused(monkeypatch):
 
 
 class Taken:
-    """A kernel that takes down what it is called with, and doubles queries."""
+    """A kernel that records its calls, and writes twice the queries."""
 
     def __init__(self, name, names):
         self.__name__, self.arg_names, self.calls = name, names, []
@@ -54,7 +54,7 @@ class Taken:
 
 @pytest.fixture
 def taken(monkeypatch):
-    """In the place of the kernel over listed rows."""
+    """Replace the kernel over listed rows."""
     name = "hopper_gathered_keys_kernel"
     kernel = Taken(name, launch_op.KERNELS[name].arg_names)
     monkeypatch.setattr(gathered, name, kernel)
@@ -63,8 +63,8 @@ def taken(monkeypatch):
 
 
 def test_an_op_of_a_launch_is_the_launch(taken):
-    """Every argument in its place, the ones that stand for none too: without a sink the kernel is
-    given a tensor that it writes to."""
+    """All arguments are equal, placeholders too: without a sink the kernel gets a tensor that it
+    writes to."""
     pairs, kv, indices, lens, sink = launch_inputs(5)
     q = pairs[:, :, 1]
     for given in (sink, None):
@@ -88,7 +88,7 @@ def test_an_op_of_a_launch_is_the_launch(taken):
 
 @pytest.mark.slow
 def test_compiled_as_python(taken):
-    """Inductor runs a graph in Python first where it is told to tune kernels then."""
+    """To tune kernels, Inductor first runs a graph in Python."""
     gluon.register()
     given, tokens = launch_inputs(6), torch.export.Dim("tokens", min=2)
     dims = {0: tokens}
@@ -103,7 +103,7 @@ def test_compiled_as_python(taken):
 
 
 class Watched(Launcher):
-    """A launcher whose kernels are emulated, that takes down which arguments of them change."""
+    """A launcher that emulates kernels, and records which of their arguments change."""
 
     def __init__(self):
         wrap = functools.partial(WatchedKernel, self)
@@ -129,7 +129,7 @@ class WatchedKernel:
 
 
 def test_what_kernels_write_is_said(monkeypatch):
-    """Inductor reorders what it is not told of. Every argument has memory of its own."""
+    """Inductor may reorder writes that it does not know. No two arguments share memory."""
     monkeypatch.setattr(splits, "MIN_SCHEDULED_TILES", 1)
     launch = Watched()
     calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]

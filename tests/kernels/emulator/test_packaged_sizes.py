@@ -1,4 +1,4 @@
-"""What an AOTInductor package for any number of tokens launches on Hopper, size by size."""
+"""Launches of an AOTInductor package for any number of tokens on Hopper, size by size."""
 
 import math
 
@@ -21,7 +21,7 @@ from tests.support.attention_batches import generator, integers
 
 
 class Prefill(torch.nn.Module):
-    """Of any size: from the blocks or by way of a copy."""
+    """A prefill of any size, which reads blocks or a copy of the rows."""
 
     def forward(self, *tensors):
         call = PrefillCall(*tensors, 0.1, 128, 4, 64, 64, MainLayout.tag)
@@ -29,7 +29,7 @@ class Prefill(torch.nn.Module):
 
 
 def launches_of(program, sizes):
-    """The programs of all launches, and the bytes of all that is allocated, at sizes."""
+    """Return the programs of all launches, and the bytes of all allocations, for these sizes."""
     launches, held = [], 0
     for node in program.graph.nodes:
         if node.target is torch.ops.dsv4_ops._launch_hopper.default:
@@ -43,17 +43,16 @@ def launches_of(program, sizes):
 
 
 def at(size, sizes):
-    """A node of a graph, a symbol or a number."""
+    """Return the value of a graph's node, a symbol or a number."""
     value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
     return int(value if isinstance(value, int) else value.node.expr.subs(sizes))
 
 
 def test_a_prefill_of_any_size_has_both_ways():
-    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the blocks, 2048 a copy
-    of them, and not of a table of more than 2^20 rows. What is not wanted has no programs, and no
-    memory for rows and lists. Nothing is made a number. The 10 blocks of few tokens are split for
-    132
-    programs: of 40 tokens in threes, the longest of which has 4, of 66 in two."""
+    """With 64 heads, 128 + 512 keys and 5120 compressed rows, 256 tokens read the blocks, and 2048
+    read a copy, unless the table has more than 2^20 rows. The other variant has no programs, and no
+    memory for rows and lists. No symbol becomes a number. For few tokens, the 10 blocks are split
+    over 132 programs: 40 tokens have three splits of up to 4 blocks, 66 tokens two."""
     made, heads = generator(0), 64
     cache = MainLayout(64).allocate(9, "cpu")
     tokens, pages = torch.export.Dim("tokens", min=2), torch.export.Dim("pages", min=2)
@@ -75,7 +74,7 @@ def test_a_prefill_of_any_size_has_both_ways():
     for found, programs in (
         (few, 256),
         (far, 2048),
-    ):  # a head of one token finds nothing to combine
+    ):  # a head of one token has nothing to combine
         assert found[0] == [*zip(names, (programs, heads, 0, 0, 0, 0, 0), strict=True)]
     # spans of 1 request; 640 and 2400 groups of 8 rows, for up to 2112 programs; lists
     assert many[0] == [*zip(names, (0, 0, 1, 640, 2112, 2048, 132), strict=True)]
@@ -90,7 +89,7 @@ def test_a_prefill_of_any_size_has_both_ways():
 
 
 def paged_program(heads, columns, tokens, dims):
-    """Decode with block tables, exported; ``dims`` of tokens, and of columns."""
+    """Export a decode with block tables; ``dims`` are those of tokens and of columns."""
     made = generator(0)
     main, pages = MainLayout(64).allocate(9, "cpu"), MainLayout(2).allocate(9, "cpu")
     given = (
@@ -104,11 +103,11 @@ def paged_program(heads, columns, tokens, dims):
 
 
 ON_HOPPER = Launcher(launch_op.PACKAGED, aligns_inputs=True, capability=HOPPER)
-"""What a package is traced with, of tensors that are on no GPU."""
+"""The launcher that traces a package, with tensors on no GPU."""
 
 
 class Paged(torch.nn.Module):
-    """Decode with block tables, of any number of tokens."""
+    """A decode with block tables, for any number of tokens."""
 
     def forward(self, *tensors):
         *lists, req_indices = tensors
@@ -119,10 +118,10 @@ class Paged(torch.nn.Module):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
-    """2 blocks of the window and 3 of 150 rows, of 1 or 2 programs a token. Splits for 132 programs
-    below 32 (of 30 programs in threes: two blocks each), a schedule for all SMs from there to 120,
-    and for a program each and a quarter of the SMs beyond; one program each of more than 256
-    tokens. About 1024 programs combine, whatever there is to combine."""
+    """Tokens have 2 window blocks and 3 blocks of 150 rows, and 1 or 2 programs per block of heads.
+    Below 32 programs, splits fill 132 programs (30 programs have three splits of two blocks). From
+    32 to 120, a schedule is for all SMs; beyond, for a program each and a quarter of the SMs. More
+    than 256 tokens have one program each. About 1024 programs combine."""
     tokens = {0: torch.export.Dim("tokens", min=2)}
     program = paged_program(heads, 75, 7, (tokens, {}))
     (symbol,) = program.range_constraints
@@ -142,7 +141,7 @@ def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
 
 
 class Dense(torch.nn.Module):
-    """Dense decode, of any number of tokens and blocks of a request."""
+    """A dense decode, for any number of tokens and of blocks per request."""
 
     def forward(self, *tensors):
         numbers = {"softmax_scale": 0.1, "block_size": 64, "num_splits": 0, "layout": "plain"}
@@ -151,7 +150,7 @@ class Dense(torch.nn.Module):
 
 
 def dense_program(heads):
-    """Exported, and the symbols of tokens and columns."""
+    """Return the exported program, and the symbols of tokens and columns."""
     made = generator(0)
     tensors = (
         torch.randn(7, heads, 576, generator=made).bfloat16(),
@@ -167,8 +166,8 @@ def dense_program(heads):
 
 
 def test_a_dense_decode_of_any_size():
-    """256 pairs of blocks of 128 heads, two tiles. Of 2 tokens 4 programs, so 33 splits would fill
-    132, and 32 of 8 pairs are as long; from 16 tokens on the lengths decide."""
+    """A request has 256 pairs of blocks, and 128 heads are two tiles. 2 tokens have 4 programs: 33
+    splits would fill 132, and 32 splits of 8 pairs take as long. From 16 tokens, lengths decide."""
     program, symbols = dense_program(128)
     for count, wanted in ((2, 2 * 2 * 32), (16, 132), (64, 2 * (64 + 16)), (257, 2 * 257)):
         found, _ = launches_of(program, dict(zip(symbols, (count, 512), strict=True)))
@@ -176,7 +175,7 @@ def test_a_dense_decode_of_any_size():
 
 
 def compiled(program):
-    """The kernel of each launch of a package, for what the graph knows of its arguments."""
+    """Yield the compiled kernel of each launch, for what the graph knows of its arguments."""
 
     def known(value):
         value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
@@ -205,7 +204,7 @@ def compiled(program):
     ],
 )  # fmt: skip
 def test_what_is_known_of_a_decode_compiles(heads, columns, tokens, dynamic):
-    """Splits, programs and whether to schedule are each a symbol, a number, or 1, which Triton
+    """Splits, programs and the choice of a schedule are each a symbol, a number, or 1, which Triton
     makes a constant."""
     some = {"tokens": ("tokens",), "columns": ("columns",), "both": ("tokens", "columns")}
     dims = tuple(

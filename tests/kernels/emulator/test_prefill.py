@@ -14,9 +14,9 @@ from tests.support.launches import Launches
 
 
 def test_keys_of_few_tokens_are_cut():
-    """128 + 70 keys are 2 blocks and 2 more: a combine takes the time of one, so that 2 splits are
-    of 2 blocks each and 4 of one. In one split if a token is to have the same bits in every
-    batch."""
+    """128 + 70 keys are 2 + 2 blocks, and a combine takes the time of a block. So 2 splits have 2
+    blocks each, and 4 splits have one. If a token must have the same bits in every batch, there is
+    one split."""
     for tokens, heads, splits in ((1, 8, 4), (33, 64, 4), (34, 64, 2), (33, 65, 2), (67, 64, 1)):
         case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
         for each, expected in ((case, splits), (unsplit(case), 1)):
@@ -33,9 +33,9 @@ def test_keys_of_few_tokens_are_cut():
     [(100, 747, 0), (100, 748, 1), (66, 4096, 0), (67, 4096, 1), (133, 300, 0), (133, 400, 1)],
 )
 def test_wide_tables_are_copied(tokens, pages, copied):
-    """100 tokens take 132 * 0.06 ns a key of 128 and the table's rows, a copy 12 us and 0.5 ns of
-    those rows and 227: as long at 1496 rows, 748 blocks of 2. Up to 66 tokens have splits, 133 take
-    as long as 264."""
+    """100 tokens take 132 * 0.06 ns per key (128 and the table's rows). A copy takes 12 us and 0.5
+    ns per row (the table's and 227), which is as long for 1496 rows, or 748 blocks of 2. Up to 66
+    tokens are split; 133 take as long as 264."""
 
     def made(*shape):
         return torch.empty(shape, dtype=torch.int32, device="meta")

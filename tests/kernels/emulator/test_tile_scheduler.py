@@ -1,4 +1,4 @@
-"""Batches that Hopper's decode schedules by their lengths, its source run over numpy."""
+"""Batches that Hopper's decode kernel schedules by their lengths; its source runs over numpy."""
 
 import functools
 
@@ -29,30 +29,30 @@ def scheduled(swa, extra, requests, num_reqs, programs, **more):
 
 
 def of_blocks(*counts):
-    """Tokens of as many blocks, the first in the window."""
+    """Return lengths for tokens of so many blocks, of which the first is in the window."""
     window = [64 * (count > 0) for count in counts]
     return window, [64 * max(count - 1, 0) for count in counts], list(range(len(counts)))
 
 
 def test_a_long_token_among_short_ones():
-    """10 blocks for 4 programs: 3 each would be 3 splits of 8 blocks, one more than there are
-    programs; 4 each take (4 + 2) * 4 + 1 = 25, whole tokens 8 * 4 = 32."""
+    """10 blocks for 4 programs: with 3 blocks per split, 8 blocks are 3 splits, one more than there
+    are programs. 4 per split cost (4 + 2) * 4 + 1 = 25, whole tokens 8 * 4 = 32."""
     rows, combines = scheduled(*of_blocks(1, 8, 1), 3, 4)
     assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
     assert combines == [(1, 2, 0)]
 
 
 def test_tokens_are_left_whole_where_a_join_takes_longer():
-    """7 blocks for 8 programs: 1 each takes (1 + 2) * 8 + 4 = 28, 2 each (2 + 2) * 8 + 1 = 33,
-    whole tokens 3 * 8 = 24."""
+    """7 blocks for 8 programs: 1 block per split costs (1 + 2) * 8 + 4 = 28, 2 blocks cost (2 + 2)
+    * 8 + 1 = 33, whole tokens 3 * 8 = 24."""
     rows, combines = scheduled(*of_blocks(2, 3, 2), 3, 8)
     assert rows == [(0, 0, 1), (1, 0, 1), (2, 0, 1)] + [None] * 5
     assert combines == []
 
 
 def test_where_a_program_looks_no_further():
-    """Of 132 programs the mean is 1. 3 blocks take (1 + 2) * 132 + 2, whole tokens 3 * 132; 4 take
-    (1 + 2) * 132 + 3, (2 + 2) * 132 + 1, or whole 4 * 132."""
+    """132 programs have a mean of 1 block. 3 blocks cost (1 + 2) * 132 + 2 in splits of one, or 3 *
+    132 whole. 4 blocks cost (1 + 2) * 132 + 3, (2 + 2) * 132 + 1, or 4 * 132 whole."""
     assert scheduled(*of_blocks(3, 1), 2, 132) == ([(0, 0, 1), (1, 0, 1)] + [None] * 130, [])
     rows, combines = scheduled(*of_blocks(4, 1), 2, 132)
     splits = [(0, split, 4, 0) for split in range(4)]
@@ -61,7 +61,7 @@ def test_where_a_program_looks_no_further():
 
 
 def test_rows_of_requests_that_do_not_exist_have_no_weight():
-    """Padding of a captured batch: as many rows of tables as they like."""
+    """Padding of a captured batch may have any number of table rows."""
     swa, extra, _ = of_blocks(1, 8, 1)
     rows, combines = scheduled(swa, [4096, *extra[1:]], [-1, 1, 2], 3, 4)
     assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
@@ -72,16 +72,16 @@ def test_rows_of_requests_that_do_not_exist_have_no_weight():
 
 
 def test_more_tokens_than_run_at_once_take_the_longest_first():
-    """16 blocks of 5 tokens for 2 at once, and one more program than tokens. 8 each (the mean):
-    (16 + 4 * (6 - 2)) + 2 * 2 + 1 = 37, as 10; whole (12): 16 + 4 * 3 = 28 is the least. Of 14ths
-    of 12 blocks 12 are 14 and 1 is 1; those of 1 keep their order."""
+    """16 blocks of 5 tokens, 2 programs at once, and 6 programs. Splits of 8 (the mean) and 10 cost
+    (16 + 4 * (6 - 2)) + 2 * 2 + 1 = 37, whole tokens (12) cost 16 + 4 * 3 = 28. In 14ths of 12
+    blocks, 12 blocks are 14 and 1 block is 1; tokens of 1 block keep their order."""
     rows, combines = scheduled(*of_blocks(1, 1, 12, 1, 1), 5, 6, at_once=2)
     assert rows == [(token, 0, 1) for token in (2, 0, 1, 3, 4)] + [None]
     assert combines == []
 
 
 def test_tokens_about_as_long_as_each_other_keep_their_order():
-    """A mean of 3 of 5 tokens: 5 blocks are no more than that and a combine, 6 are."""
+    """The mean of 5 tokens is 3 blocks: 5 blocks are at most the mean and a combine, 6 are more."""
     given = of_blocks(1, 2, 3, 5, 4)
     want = [(token, 0, 1) for token in range(5)]
     assert scheduled(*given, 5, 6, at_once=2) == ([*want, None], [])
@@ -122,9 +122,8 @@ def test_every_program_finds_what_the_others_leave_beyond_those_at_once(tokens, 
 )
 @pytest.mark.parametrize("seed", [0, *nightly("seed 0", 1)])
 def test_tables_for_millions_of_rows(seed, widths):
-    """Contexts of a whole number of splits and a row more or less, of more blocks than the
-    scheduler goes by, and of as many rows as an int32 holds, of which adding 63 would make less
-    than none."""
+    """Contexts have whole numbers of splits, or a row more or less; more blocks than the scheduler
+    reads; or as many rows as int32 holds, where adding 63 would overflow."""
     made = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 700, (40,), generator=made)
     numbers = torch.randint(1, 90, (40,), generator=made)
@@ -137,7 +136,7 @@ def test_tables_for_millions_of_rows(seed, widths):
 
 
 def test_the_oracle_leaves_no_piece_out():
-    """Each split of a token once, and no place of a partial result twice."""
+    """Each split of a token occurs once, and so does each place of a partial result."""
     for seed in range(50):
         tokens = 1 + seed * 119 // 49
         rows, combines = work_tiles.expected(*work_tiles.sampled(seed, tokens), PROGRAMS)
@@ -150,8 +149,8 @@ def test_the_oracle_leaves_no_piece_out():
 
 
 def test_a_batch_that_is_cut_has_a_program_for_every_token():
-    """As many programs as SMs, or more than tokens, and places for all partial results: a token
-    of several splits has an extra one."""
+    """There are as many programs as SMs, or more than tokens, and places for all partial results: a
+    token of several splits needs one more place than it has extra programs."""
     for wide in (1, 2, 3, 16, 40):
         for tokens in (*range(1, 140), 255, 256):
             q = torch.empty(tokens, 64 * wide, 1, device="meta")
@@ -172,7 +171,7 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
     [(5, 8, 132), (6, 8, 6), *nightly("those before", (3, 128, 18), (4, 65, 9), (2, 8, 3))],
 )
 def test_batches_scheduled_by_their_lens(tokens, heads, programs, monkeypatch):
-    """Adversarial lengths, requests and blocks, with and without a rotation, in any schedule."""
+    """Lengths, requests and blocks are adversarial, with or without a rotation, in any order."""
     monkeypatch.setattr(splitting, "MIN_SCHEDULED_TILES", 1)
     for module in (decode, splitting):
         monkeypatch.setattr(module, "PROGRAMS", programs)
@@ -190,7 +189,7 @@ def test_batches_scheduled_by_their_lens(tokens, heads, programs, monkeypatch):
     ("tokens", "heads", "splits"), [(3, 65, 2), *nightly("2 splits", (5, 8, 0), (2, 8, 1))]
 )
 def test_splits_where_a_package_might_schedule(tokens, heads, splits, monkeypatch):
-    """As many of each token, listed to be combined if they are several."""
+    """Every token has as many splits; tokens of several splits are listed for the combine."""
     made = functools.partial(splitting.TileSchedule, 0, 132, 132)
     room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
     monkeypatch.setattr(decode, "schedule_of", lambda *_: made(room))

@@ -1,5 +1,5 @@
-"""How a batch is split by its lengths: the oracle, in plain Python, and a kernel that writes down
-what each program finds."""
+"""How a batch is split by its lengths: an oracle in plain Python, and a kernel that stores what
+each program computes."""
 
 import torch
 from triton.experimental import gluon
@@ -53,9 +53,9 @@ def written_schedule_kernel(
 
 
 def scheduled(kernel, given, programs, device="cpu", widths=WIDTHS, at_once=None):
-    """(token, split, splits, first partial result) of each program, None for none; and the tokens
-    to be combined as (token, splits, first partial result). ``given`` are lengths of both lists,
-    rows of tables, and how many of those there are."""
+    """Return (token, split, splits, first partial result) of each program, or None, and the tokens
+    to combine as (token, splits, first partial result). ``given`` has the lengths of both lists,
+    the requests, and their number."""
     tokens = len(given[0])
     found = torch.full((programs, 4), -7, dtype=torch.int32, device=device)
     combines = torch.full((tokens + 1, 4), -7, dtype=torch.int32, device=device)
@@ -93,12 +93,12 @@ def blocks(swa, extra, requests, num_reqs, widths):
 
 
 def order(counts, size, programs, at_once):
-    """Tokens in the order of their programs: as they are, or those of several splits, then those of
-    so many fourteenths of one."""
+    """Order tokens as they are or, if not all programs run at once, tokens of several splits first,
+    then by fourteenths of a split."""
     if programs <= at_once:
         return list(range(len(counts)))
     classes = [0 if count > size else 15 - count * 14 // size for count in counts]
-    return sorted(range(len(counts)), key=classes.__getitem__)  # which keeps the order of equals
+    return sorted(range(len(counts)), key=classes.__getitem__)  # equal tokens keep their order
 
 
 def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS, at_once=None):
@@ -127,7 +127,7 @@ def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS, at_once=No
 
 
 def sampled(seed, tokens):
-    """Lengths at the edges of blocks and adversarial ones, requests that exist and that do not."""
+    """Sample lengths at the edges of blocks, adversarial lengths, and valid and absent requests."""
     generator = torch.Generator().manual_seed(seed)
 
     def among(values, count):

@@ -1,5 +1,5 @@
-"""Every bf16 value and every e4m3 code by integers, in Triton's interpreter; test_scripts.py starts
-it. Prints how many values were right."""
+"""Convert every bf16 value and every e4m3 code by integers, in Triton's interpreter;
+test_scripts.py starts this file. It prints how many values were right."""
 
 import torch
 

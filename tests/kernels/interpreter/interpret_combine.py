@@ -1,4 +1,4 @@
-"""What a rank of ``test_mapped.py`` runs."""
+"""The merges that a rank of ``test_mapped.py`` runs."""
 
 import math
 
@@ -9,11 +9,11 @@ from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.reference.mla_context import merge_states
 from tests.kernels.interpreter.mapped import workspace
 
-CALLS = (  # num_tokens, own heads, width, dtype, base: shapes change from call to call
+CALLS = (  # num_tokens, own heads, width, dtype, base; shapes change between calls
     (1, 2, 8, torch.bfloat16, "e"),
-    (3, 3, 8, torch.bfloat16, "e"),  # several rows a tile, one of them in part
+    (3, 3, 8, torch.bfloat16, "e"),  # several rows per tile; the last tile is not full
     (1, 2, 8, torch.bfloat16, "2"),
-    (11, 10, 4, torch.float32, "e"),  # several tiles a program
+    (11, 10, 4, torch.float32, "e"),  # several tiles per program
     (2, 3, 6, torch.float16, "2"),
     (0, 2, 8, torch.bfloat16, "e"),
     (1, 1, 8, torch.bfloat16, "e"),
@@ -21,7 +21,7 @@ CALLS = (  # num_tokens, own heads, width, dtype, base: shapes change from call 
 
 
 def parts(number: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and log-sum-exps of all ranks in a call, some without keys, some transposed."""
+    """Sample outputs and log-sum-exps of all ranks, some without keys, some transposed."""
     num_tokens, own, width, dtype, _ = CALLS[number]
     seed = torch.Generator().manual_seed(number)
     outs = torch.randn(world, own * world, num_tokens, width, generator=seed).to(dtype)

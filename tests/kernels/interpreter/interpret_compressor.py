@@ -1,5 +1,5 @@
 """The compressor's kernel in Triton's interpreter with few programs, so that each scans many
-tokens, several times; tests/kernels/interpreter/test_scripts.py starts it with
+tokens, several times. tests/kernels/interpreter/test_scripts.py starts this file with
 TRITON_INTERPRET=1."""
 
 import sys
@@ -13,14 +13,14 @@ from tests.kernels.interpreter.interpret_kernels import check, fuzz
 from tests.support.compressor_steps import SPECS, random_weights
 
 PROGRAMS = ((1, 1, 1), (2, 3, 2), (8, 1, 4), (4, 5, 1))
-"""Tokens that a program scans together, programs, rows that a thread reads at a time."""
+"""Tokens that a program scans together, programs, and rows that a thread reads at a time."""
 FEW = (2,)
-"""What `make test` has of them."""
+"""Numbers of the entries that `make test` runs."""
 
 
 def nearly_whole_windows(kind: str, tokens: int, seed: int) -> None:
-    """Windows of a prefill, some with one row of another request or position, which is in the
-    states, or whose block does not exist."""
+    """Prefill windows in which one row may have another request or position. The kernel then reads
+    that row from the states, if its block exists."""
     spec, made = SPECS[kind], torch.Generator().manual_seed(seed)
     weights, size = random_weights(kind, seed), spec["state_block_size"]
     width, pages = weights["ape"].shape[1], tokens // size + 1

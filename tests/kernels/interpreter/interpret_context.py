@@ -1,6 +1,5 @@
-"""The tiles of ``mla_prefill`` in Triton's interpreter; test_scripts.py starts it.
-
-Prints the tiles that were right."""
+"""The tiles of ``mla_prefill`` in Triton's interpreter; test_scripts.py starts this file, which
+prints the tiles that were right."""
 
 import sys
 
@@ -17,7 +16,7 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 NAN = float("nan")
 LENS = [(3, 5), (70, 70), (0, 4), (2, 6)]
 FIRST, BEHIND = 3, 73
-"""Tokens of the second request."""
+"""First query of the second request, and the query after its last."""
 
 
 def check(causal: bool) -> None:
@@ -29,7 +28,7 @@ def check(causal: bool) -> None:
     assert_agrees("mla_prefill", testing.op_testing("mla_prefill"), case, found, expected)
     spoiled = [each.clone() for each in clean]
     spoiled[1][6], spoiled[3][7] = NAN, NAN
-    seeing = FIRST + causal  # the first causal query does not see them
+    seeing = FIRST + causal  # the first causal query does not see these rows
     for left, right in zip(mla_prefill(EAGER, *spoiled, **settings), found, strict=True):
         assert left[seeing:BEHIND].isnan().any()
         assert torch.equal(left[:seeing], right[:seeing])
@@ -37,13 +36,13 @@ def check(causal: bool) -> None:
 
 
 def check_decreasing_starts(causal: bool) -> None:
-    """A start below the one before it counts as that one; every row is written."""
+    """A start below the earlier start counts as that start; every row is written."""
     *tensors, starts, bounds = ragged_prefill(torch.Generator().manual_seed(0), LENS)
     settings = {"softmax_scale": 0.2, "causal": causal}
     adversarial = starts.clone()
     adversarial[2], adversarial[3] = 1, -7
     monotone = adversarial.cummax(0).values
-    torch.use_deterministic_algorithms(True)  # fills what nobody writes with NaN
+    torch.use_deterministic_algorithms(True)  # memory that no kernel writes is NaN
     found, expected = (
         mla_prefill(EAGER, *tensors, each, bounds, **settings) for each in (adversarial, monotone)
     )

@@ -1,6 +1,6 @@
-"""Dense MLA decode in Triton's interpreter: ragged batches of all layouts and dtypes, and plans;
-tests/kernels/interpreter/test_scripts.py starts it with TRITON_INTERPRET=1. Prints what has
-passed."""
+"""Dense MLA decode in Triton's interpreter: ragged batches of all layouts and dtypes, and plans.
+tests/kernels/interpreter/test_scripts.py starts this file with TRITON_INTERPRET=1. It prints the
+checks that passed."""
 
 import sys
 
@@ -38,7 +38,7 @@ def formats() -> dict[str, Case]:
 
 
 def main(thorough: bool) -> None:
-    # test_dense_mla.py has all of them for the other kernel
+    # test_dense_mla.py runs all of them with the other kernel
     cases = mla_batches.kernel_cases() if thorough else {}
     for name, case in (cases | formats()).items():
         check(case)

@@ -1,6 +1,5 @@
-"""FP4 and bf16 experts in blocks of every size, in Triton's interpreter.
-
-test_scripts.py starts it. Prints the blocks that were right."""
+"""FP4 and bf16 experts in blocks of every size, in Triton's interpreter. test_scripts.py starts
+this file, which prints the blocks that were right."""
 
 import math
 import sys
@@ -24,12 +23,12 @@ W4A8 = {**SETTINGS, "activations": "fp8"}
 CHOOSE_BLOCKS = grouped_gemm.choose_blocks
 
 WITHOUT_CODES = Launcher(_WithOptions, capability=(8, 0))
-"""On an A100, whose matrix units take no e4m3 codes."""
+"""The launcher of an A100, whose tensor cores do not multiply e4m3 codes."""
 
 
 def check(block: int, width: int, size: int, bits: int) -> None:
-    """Scales of a row that end within a step, and ones that begin at an odd byte; an expert of
-    several blocks, and two of few rows."""
+    """A row's scales end within a step, or begin at an odd byte; one expert has several blocks, and
+    two have few rows."""
     seed = torch.Generator().manual_seed(block)
     up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, bits)
     several = (bits, block) in grouped_gemm.PAIR_STAGES and width == 256
@@ -62,8 +61,8 @@ def check(block: int, width: int, size: int, bits: int) -> None:
 
 
 def check_codes(every: bool) -> None:
-    """FP4 by FP8 codes: scales of a row that are just within reach and just out of it, and of
-    blocks of zeros; scales that are NaN, and NaN of one token."""
+    """Multiply FP4 by FP8 codes: a row's scales are just within the limits, just outside, or of
+    blocks of zeros; scales are NaN, and a token has NaN."""
     again, case = codes_case(512, 128, 20)
     _, _, _, up, up_scale, _, down_scale = case.tensors
     up_scale[1, 5, -1], up_scale[1, 6, -1] = 122, 111
@@ -75,7 +74,7 @@ def check_codes(every: bool) -> None:
         assert again()
         up_scale[1, row, -1] = usual
     down_scale[1, 3, 1] = 255
-    assert not again()  # of the first product
+    assert not again()  # the first product has no NaN
     again, case = codes_case(128, 384 if every else 256, 50 if every else 30)
     assert not every or not again()
     case.tensors[0][20, 7] = math.nan
@@ -83,7 +82,7 @@ def check_codes(every: bool) -> None:
 
 
 def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], Case]:
-    """A call, and what runs it and says whether programs of its first product met NaN."""
+    """Return a call, and a function that runs it and says if programs multiplied block by block."""
     seed = torch.Generator().manual_seed(width)
     up, up_scale, down, down_scale = expert_weights(seed, 2, width, size, 4)
     up_scale, down_scale = (torch.full_like(each, 118) for each in (up_scale, down_scale))
@@ -118,7 +117,7 @@ def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], 
 
 
 class Counted:
-    """A kernel that keeps what says which programs it does again."""
+    """A kernel that keeps the flags of programs that multiply again, block by block."""
 
     def __init__(self, kernel: Any, flags: list[torch.Tensor]) -> None:
         self.kernel, self.flags = kernel, flags
@@ -132,7 +131,7 @@ class Counted:
 
 
 def check_plan(num_rows: int) -> None:
-    """More rows than a program looks at at a time, which each counts, or a launch before."""
+    """Programs read several times all rows and count them, or an earlier launch counts them."""
     assert num_rows > 2 * max(plan.MAX_STEP_ROWS, plan.FUSED_COUNT_ROWS)
     seed, settings = torch.Generator().manual_seed(0), {"num_experts": 8, "block_size": 32}
     ids = torch.randint(-1, 9, (6, num_rows // 6), generator=seed).int().t()
@@ -148,7 +147,7 @@ def check_plan(num_rows: int) -> None:
 
 
 def marked(experts: list[int]) -> list[int]:
-    """The first of two blocks of an expert stands for both."""
+    """The first block of an expert's pair represents both blocks."""
     found = []
     while experts:
         expert, *experts = experts
@@ -161,7 +160,7 @@ def marked(experts: list[int]) -> list[int]:
 
 
 def check_pairs() -> None:
-    """Experts of 0, 1, 2 and 3 blocks of 2 rows."""
+    """Experts have 0, 1, 2 and 3 blocks of 2 rows."""
     ids = torch.tensor([[3, 1], [3, 2], [3, 2], [3, 2], [3, 4]]).int()
     sizes = {"num_experts": 4, "block_size": 2}
     found = plan.expert_plan(EAGER, ids, **sizes, pairs=True)
@@ -174,7 +173,7 @@ def check_pairs() -> None:
 
 
 def check_route() -> None:
-    """More tokens than one tile has, experts that fill none, and a width of part of a step."""
+    """Tokens exceed a tile, experts do not fill one, and the width is no multiple of a step."""
     seed = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 200, generator=seed).bfloat16() for n in (90, 70))
     bias = torch.randn(70, generator=seed) / 8
@@ -186,8 +185,8 @@ def check_route() -> None:
 
 
 def check_rounding() -> None:
-    """Blocks with NaN, infinities, zeros, and amax around 1e-4 and 2^7 * 1.75; two of eight rows
-    are none."""
+    """Blocks have NaN, infinities, zeros, and an amax near 1e-4 and 2^7 * 1.75; two rows are
+    absent."""
     seed = torch.Generator().manual_seed(0)
     sizes = 2.0 ** torch.arange(-20, 12, 4)[:, None]
     rows = (torch.randn(8, 384, generator=seed) * sizes).bfloat16()

@@ -1,6 +1,6 @@
-"""Kernels around the calls of FlashMLA and DeepGEMM in Triton's interpreter, over stand-ins of both
-that refuse what the libraries would misread; tests/dispatch/test_providers_compiled.py starts it
-with TRITON_INTERPRET=1. Prints what has passed."""
+"""Kernels around the calls of FlashMLA and DeepGEMM in Triton's interpreter, with fakes that refuse
+what the libraries would misread. tests/dispatch/test_providers_compiled.py starts this file with
+TRITON_INTERPRET=1. It prints the checks that passed."""
 
 import sys
 from collections.abc import Iterator
@@ -49,8 +49,8 @@ def attention() -> Iterator[tuple[str, Case]]:
 
 
 def dense() -> Iterator[tuple[str, Case]]:
-    """FlashMLA's dense rows: padding tokens, blocks that do not exist, a table without columns, and
-    a cache without blocks whose table names the first."""
+    """Dense rows for FlashMLA: padding tokens, absent blocks, a table without columns, and a cache
+    without blocks whose table names block 0."""
     for seed, heads in enumerate((64, 128, 16)):
         yield DENSE, mla_case(seed, [2, 1, 3], heads, longest=(200, 64, 130)[seed])
     case = mla_case(3, [2, 1], 16, dtype=torch.float16)
@@ -66,7 +66,7 @@ def dense() -> Iterator[tuple[str, Case]]:
 
 
 def selected() -> Iterator[tuple[str, Case]]:
-    """FlashMLA's rows of V3.2: codes, then plain rows."""
+    """V3.2's rows for FlashMLA: codes, then plain rows."""
     for seed, layout in enumerate((DS_FP8, "plain")):
         case = sparse_case(mla_case(seed, [2, 1, 3], 64, longest=130, layout=layout, block_size=7))
         yield SPARSE, case
@@ -78,7 +78,7 @@ SMALL = {"longest": 300, "max_reqs": 2, "window": 70}
 
 
 def prefills() -> Iterator[tuple[str, Case]]:
-    """Few entries and tokens of a request at a time as well as all of them."""
+    """A program has few entries and few tokens of a request, or all of them."""
     for seed, mode in enumerate(MODES):
         for tokens, heads in ((6, 64), (1, 128)):
             yield PREFILL, prefill_case(seed, tokens, heads, mode, topk=70, **SMALL)
@@ -97,7 +97,7 @@ def prefills() -> Iterator[tuple[str, Case]]:
 
 
 def sampled(made: torch.Generator, tensor: Tensor | None, *values: int) -> Tensor | None:
-    """Four in ten entries replaced by ones that name nothing, or something else."""
+    """Replace four in ten entries by entries that name nothing, or something else."""
     if tensor is None:
         return None
     extremes = (INT32_MIN, INT32_MAX, INT32_MAX - 1)
@@ -107,7 +107,7 @@ def sampled(made: torch.Generator, tensor: Tensor | None, *values: int) -> Tenso
 
 
 def adversarial_prefill(seed: int) -> tuple[Prefill, Tensor]:
-    """With windows and ratios up to those of any table; and a sink."""
+    """Windows and ratios are as large as in any table; one call has a sink."""
     made, mode = batches.generator(seed), list(MODES)[seed % 3]
     sizes = {"block": (1, 4, 64, 53)[seed % 4], "topk": (3, 130)[seed % 2], "longest": 100}
     tokens, max_reqs = int(integers(made, 1, 14, 1)), 1 + seed % 4
@@ -124,13 +124,13 @@ def adversarial_prefill(seed: int) -> tuple[Prefill, Tensor]:
 
 
 def counted(rows: Rows) -> Tensor:
-    """The lists as far as their lengths go."""
+    """Return the lists up to their lengths."""
     column = torch.arange(rows.slots.shape[1])
     return torch.where(column < rows.lens[:, None], rows.slots, -1)
 
 
 def lists(count: int) -> int:
-    """Every integer, and the bits of every row that a list names; a few entries at a time too."""
+    """All integers are equal, and all bits of the listed rows, also for few entries at a time."""
     usual = kernels.COLUMNS, kernels.TOKENS
     for seed in range(count):
         kernels.COLUMNS, kernels.TOKENS = (usual, (64, 4))[seed // 2 % 2]
@@ -147,7 +147,7 @@ def lists(count: int) -> int:
 
 
 def pages(count: int) -> int:
-    """Every block and length, with tables of fewer and more columns than a program takes."""
+    """All blocks and lengths are equal, with tables narrower and wider than a program."""
     table = i32([[7, -1, 3, 9], [2, 8, INT32_MAX, 0]])  # of 8 blocks of 10 rows
     asked = i32([0, 0, 1, 1, -1, 2, 0]), i32([40, 25, 40, 31, 9, 9, -3])
     usual = sanitize.COMPACT_COLUMNS
@@ -174,7 +174,7 @@ def pages(count: int) -> int:
 
 
 def main(every: int) -> None:
-    """All calls, or each ``every``-th of them."""
+    """Run all calls, or each ``every``-th call."""
     print("lists", lists(12 // every))
     print("pages", pages(24 // every))
     assert opaque_op.kernel_module(torch.device("cpu")) is not None

@@ -1,6 +1,6 @@
 """The indexer's selection in Triton's interpreter with small scratch rows, so that short rows
-already have parts, reductions and groups; tests/kernels/interpreter/test_indexer_kernels.py starts
-it with TRITON_INTERPRET=1. Prints how often each of these happened."""
+already have parts, reductions and groups. tests/kernels/interpreter/test_indexer_kernels.py starts
+this file with TRITON_INTERPRET=1. It prints how often each of these occurred."""
 
 import sys
 from collections import Counter
@@ -44,7 +44,7 @@ def counted(name: str, kernel: object) -> object:
 
 
 def long_rows(seed: int, kind: str, topk: int = TOPK) -> Case:
-    """Rows of up to 2500 logits: random, full of ties, ascending, descending, or constant."""
+    """Make rows of up to 2500 logits: random, full of ties, ascending, descending, constant."""
     generator = torch.Generator().manual_seed(seed)
     num_rows = int(torch.randint(500, 2500, (), generator=generator))
     logits = torch.randn(3, num_rows, generator=generator)
@@ -57,7 +57,7 @@ def long_rows(seed: int, kind: str, topk: int = TOPK) -> Case:
     lens[0] = num_rows
     logits[0, ::7] = -torch.inf
     logits[1, 3:9] = torch.nan
-    lens[1] = num_rows // 8  # parts no longer than 40
+    lens[1] = num_rows // 8  # parts have at most 40 logits
     return Case(kind, (logits, lens), {"topk": topk})
 
 
@@ -70,7 +70,7 @@ def main(examples: int) -> None:
     every = ("random", "ties", "ascending", "descending", "constant")
     for kind in every if thorough else ("ties",):
         check("indexer_topk", long_rows(0, kind))
-        # two whole lists merged at once, and whole lists that are too many for it
+        # two complete lists in one merge, and complete lists that are too many for one merge
         launchers.MERGE_CAPACITY = 128
         check("indexer_topk", long_rows(1, kind))
         check("indexer_topk", long_rows(2, kind, topk=40))

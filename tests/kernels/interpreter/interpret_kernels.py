@@ -1,6 +1,6 @@
-"""Every kernel in Triton's interpreter against its reference;
-tests/kernels/interpreter/test_kernels.py starts it with TRITON_INTERPRET=1. Leaves out calls that a
-kernel does not take. Prints the number of calls per op."""
+"""Every kernel in Triton's interpreter against its reference.
+tests/kernels/interpreter/test_kernels.py starts this file with TRITON_INTERPRET=1. It skips calls
+that a kernel does not support, and prints the number of calls per op."""
 
 import sys
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.support.sampled import sampled
 
-SCALE_BYTES = (105, 247)  # what is written; the interpreter is wrong about subnormal products
+SCALE_BYTES = (105, 247)  # as inserts write; the interpreter is wrong about subnormal products
 
 
 def tamed(name: str, case: Case) -> Case:
-    """The case with scale bytes that an insert writes, where a gather reads garbage."""
+    """Replace random scale bytes, which a gather would read, by bytes that an insert writes."""
     if case.settings.get("layout") != MainLayout.tag or "gather" not in name:
         return case
     tensors = list(case.copy().tensors)
@@ -36,11 +36,11 @@ def tamed(name: str, case: Case) -> Case:
 
 AMPERE = Launcher(EAGER.wrap, capability=(8, 6))
 SMALL_TILES = {"sparse_mla_decode": 3, "sparse_mla_decode_paged": 2, "sparse_mla_prefill": 3}
-"""How many named cases run with the tiles of other GPUs than Hopper too."""
+"""Numbers of named cases that also run with the tiles of GPUs other than Hopper."""
 
 
 def repeated(name: str, case: Case) -> tuple[torch.Tensor, ...]:
-    """A call that repeats the launches of another one, whose tensors are spoiled before."""
+    """Repeat the launches of an earlier call, whose tensors are spoiled first."""
     spec, plans = OPS[name], LaunchPlans()
 
     def choose(args, kwargs):

@@ -54,7 +54,7 @@ def plans(name: str, case: Case) -> None:
 
 
 def adversarial(name: str, case: Case) -> None:
-    """Every bit of all tokens but those whose rows are spoiled."""
+    """Spoiled plan rows change no bit of the other tokens."""
     tokens = case.tensors[0].shape[0]
     plan, victims = stale_plan(case, 1, 12), torch.tensor([0, 3])
     assert int((plan[:, 2] > 1).sum()) > 1
@@ -69,8 +69,8 @@ def adversarial(name: str, case: Case) -> None:
 
 
 def rotations(name: str, case: Case, thorough: bool = False) -> None:
-    """Every bit of the kernel and of ``inverse_rope_group`` behind it: in one split, in several, by
-    a plan, of whole and of partial tiles of heads."""
+    """The kernel has all bits of ``inverse_rope_group`` after it: with one split, several splits, a
+    plan, and whole and partial tiles of heads."""
     cases = [with_plan(case, stale_plan(case, 1, 12)), case_of(name, 4, 1, 65, num_splits=1)]
     if thorough:
         cases += [batches.with_settings(case, num_splits=splits) for splits in (0, 1)]
@@ -82,7 +82,7 @@ def rotations(name: str, case: Case, thorough: bool = False) -> None:
 
 
 def rotated(name: str, case: Case) -> tuple[Tensor, Tensor]:
-    """The output as it was and as ``inverse_rope_group`` and the kernel turn it."""
+    """Check the rotation; return the output without it, and as ``inverse_rope_group`` has it."""
     *bare, positions, table = case.tensors
     out, lse = kernel(name, Case(case.name, (*bare, None, None), case.settings))
     expected = ops.inverse_rope_group(out, positions, table, num_groups=1).view(out.shape)
@@ -93,7 +93,7 @@ def rotated(name: str, case: Case) -> tuple[Tensor, Tensor]:
 
 
 def magnitudes(name: str, case: Case) -> None:
-    """Every bit of the multiple: partial results are scaled to the range of float16."""
+    """Outputs are exact multiples, because partial results are scaled to the range of float16."""
     out, lse = kernel(name, case)
     assert out.any()
     for exponent in (-90, 110):
@@ -103,7 +103,7 @@ def magnitudes(name: str, case: Case) -> None:
 
 
 def odd_units(name: str, case: Case) -> None:
-    """Splits of one, three and seven halves of a block: alone, and behind whole blocks."""
+    """Splits have one, three or seven half blocks: alone, and after whole blocks."""
     tokens = int(case.tensors[0].shape[0])
     many = splitting.PROGRAMS
     for splits in (20, 7, 3):
@@ -114,14 +114,14 @@ def odd_units(name: str, case: Case) -> None:
 
 
 def at_zero(case: Case) -> Case:
-    """Sinks of inf make zeros of all values, and at position 0 all sines are zero."""
+    """Sinks of inf make all values zero, and at position 0 all sines are zero."""
     *bare, sink, plan, positions, table = case.tensors
     tensors = (*bare, sink.new_full(sink.shape, torch.inf), plan, positions * 0, table)
     return Case(case.name, tensors, case.settings)
 
 
 def gaps(name: str) -> None:
-    """The kernel takes dense rows; compressed rows that are apart are beyond its limit."""
+    """The kernel supports only dense rows; compressed rows with gaps are beyond its limit."""
     spec = OPS[name]
     dense, apart = prefill_batches.plain_case(name)
     for case, text in ((dense, None), (apart, "with rows that lie apart")):
@@ -135,8 +135,8 @@ def main(thorough: bool) -> None:
     prefills()
     chunks()
     print("prefill")
-    names = (DECODE, PAGED) if thorough else (DECODE,)  # what follows the keys is one kernel
-    fewer = {} if thorough else {"extra": 256}  # selected rows of a token
+    names = (DECODE, PAGED) if thorough else (DECODE,)  # after the keys, both run one kernel
+    fewer = {} if thorough else {"extra": 256}  # selected rows per token
     for name in names:
         case = case_of(name, 3, 5, 8, **fewer)
         plans(name, case)

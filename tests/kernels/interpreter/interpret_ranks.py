@@ -1,4 +1,4 @@
-"""The ranks of ``test_mapped.py``: merges, then gathers. The first that fails ends the others."""
+"""The ranks of ``test_mapped.py`` run merges, then gathers. If a rank fails, the others end."""
 
 import sys
 from pathlib import Path

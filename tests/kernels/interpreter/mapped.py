@@ -1,4 +1,4 @@
-"""Ranks in Triton's interpreter, a process each, that map each other's workspaces: a file each."""
+"""Ranks in Triton's interpreter, one process each, which map each other's workspaces: files."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ _mapped: list[list[torch.Tensor]] = []
 
 
 def run_mapped(world: int, folder: Path) -> None:
-    """Run ``interpret_ranks.py``, which has a process for every rank."""
+    """Run ``interpret_ranks.py``, which starts a process for every rank."""
     from dsv4_ops.kernels.context_parallel.exchange import workspace_bytes
 
     for kernel in ("combine", "gather"):
@@ -22,7 +22,7 @@ def run_mapped(world: int, folder: Path) -> None:
 
 
 def workspace(folder: str, rank: int, world: int) -> torch.Tensor:
-    """That of this rank, for kernels of few programs; this process maps those of all ranks."""
+    """Return this rank's workspace, for kernels of few programs, and map those of all ranks."""
     import triton.language as tl
 
     import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
@@ -41,6 +41,6 @@ def workspace(folder: str, rank: int, world: int) -> torch.Tensor:
 
 
 def _rest() -> int:
-    """The time, for who waits: on few cores others need the processor."""
+    """Return the time; a waiting program also yields the core to other ranks."""
     time.sleep(0.001)
     return 0
