@@ -101,8 +101,7 @@ class Requests:
             held[request] = []
 
     def step(self):
-        """Return numbers of new and earlier tokens, decodes first, and the requests in this
-        order."""
+        """Return new and earlier tokens per request, decodes first, and the requests' order."""
         for request in range(REQUESTS):
             chance = self.rng.random()
             if not self.target[request]:

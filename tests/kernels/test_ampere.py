@@ -1,5 +1,5 @@
-"""GPUs other than Hopper's, which are not there: what launchers choose for them, what Triton
-compiles for them, and what tests/gpu/test_ampere.py runs on a Hopper card."""
+"""GPUs other than Hopper's, without such GPUs: what launchers choose and Triton compiles for them,
+and what tests/gpu/test_ampere.py runs on a Hopper card."""
 
 import struct
 
@@ -26,14 +26,14 @@ CHEAP = {
     100: ("sparse_mla_decode",),
     120: ("gather_k_cache", "experts"),
 }
-"""Calls of few and small kernels, by target."""
+"""Calls of few and small kernels, by compute capability."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CHEAP)
 def test_kernels_fit_other_gpus(target, monkeypatch):
-    """All of them: ``python -m dsv4_ops kernels --targets 80,86,89,100,120``, and `make
-    test-all`."""
+    """`make test-all` and ``python -m dsv4_ops kernels --targets 80,86,89,100,120`` compile all
+    kernels."""
     calls = kernels.examples()
     chosen = calls if NIGHTLY else {each: calls[each] for each in CHEAP[target]}
     monkeypatch.setattr(kernels, "examples", lambda: chosen)
@@ -45,7 +45,7 @@ def test_kernels_fit_other_gpus(target, monkeypatch):
 
 @pytest.mark.parametrize(("streams", "steps"), [(4, (8, 8)), (5, (1, 8)), (8, (1, 1))])
 def test_programs_of_streams_take_several_steps_if_two_fit(streams, steps):
-    """Two steps of 4 and 5 streams take 78 and 106 KB, of 101 on sm_86; 8 exceed 232 on sm_90."""
+    """Two steps take 78 KB (4 streams) or 106 KB (5) of sm_86's 101; 8 exceed sm_90's 232."""
     args, settings = kernels._streams(True, 1024, streams)
     for where, expected in zip(((8, 6), (9, 0)), steps, strict=True):
         launch = kernels.recorded("hyper_connection", args, settings, where)[0]
@@ -54,7 +54,7 @@ def test_programs_of_streams_take_several_steps_if_two_fit(streams, steps):
 
 
 def test_codes_are_copied_as_bytes():
-    """Inductor copies with Triton, which has no pointers to e4m3 values before 8.9."""
+    """Inductor's copies are Triton kernels, which have no pointers to e4m3 values before 8.9."""
     codes = torch.empty(256, 128, dtype=torch.float8_e4m3fn).T
     nodes = make_fx(byte_rows, tracing_mode="fake")(codes).graph.nodes
     copied = [node.args[0].meta["val"].dtype for node in nodes if "clone" in node.name]
@@ -66,7 +66,7 @@ def test_codes_are_copied_as_bytes():
     ("name", "codes"), [("sparse_mla_decode", 64 * 448), ("mla_decode, fp8", 32 * 576)]
 )
 def test_a_key_is_converted_once_for_both_products(name, codes):
-    """By 256 threads, in pairs, with two instructions; Triton would convert it for each product."""
+    """256 threads convert pairs with two instructions; Triton would convert for each product."""
     args, settings = kernels.examples()[name]
     launch = kernels.recorded(name.partition(",")[0], args, settings, (8, 0))[0]
     ptx = kernels.compiled(launch, 80).asm["ptx"]
@@ -74,7 +74,7 @@ def test_a_key_is_converted_once_for_both_products(name, codes):
 
 
 def constants(capability):
-    """CONVERTS of every launch, by kernel, and the names of all kernels."""
+    """Return CONVERTS of every launch, by kernel, and the names of all kernels."""
     found, names = {}, set()
     for name, (args, settings) in kernels.examples().items():
         for launch in kernels.recorded(name.partition(",")[0], args, settings, capability):
@@ -89,7 +89,7 @@ def constants(capability):
 
 
 def test_every_kernel_of_codes_is_told_whether_the_gpu_converts_them():
-    """Rows of plain caches hold no codes: False everywhere."""
+    """Rows of plain caches hold no codes, so their launches have False on all GPUs."""
     (ampere, names), (ada, _) = constants((8, 0)), constants((8, 9))
     assert set(ampere) == set(ada)
     assert all(each == {False} for each in ampere.values())
@@ -98,7 +98,7 @@ def test_every_kernel_of_codes_is_told_whether_the_gpu_converts_them():
 
 
 def binary_of(values):
-    """PTX and binary of a kernel, for the GPU that is there."""
+    """Return PTX and binary of a kernel, for the current GPU."""
     arguments = [Argument.tensor(values), Argument.tensor(torch.uint8)]
     settings = {"CONVERTS": False, "BLOCK": every_code.BLOCK, "num_warps": 4}
     return compile.compiled(every_code._encode_kernel, arguments, settings, 90).asm
@@ -106,7 +106,7 @@ def binary_of(values):
 
 @pytest.mark.usefixtures("hopper")
 def test_a_hopper_card_runs_the_ptx_of_an_a100(tmp_path):
-    """PTX for sm_80, in a binary for sm_90: the lowest byte of an ELF's flags, or the next one."""
+    """PTX for sm_80 is in a binary for sm_90: the flags of the ELF have 90 in one of two bytes."""
     with as_an_a100(tmp_path):
         found = binary_of(torch.float32)
         assert torch.cuda.get_device_capability() == (8, 0)

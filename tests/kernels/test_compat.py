@@ -1,5 +1,5 @@
-"""The private names of torch that we rely on exist in the installed version; CI
-covers 2.13 and 2.15, the GPU machine 2.11."""
+"""The private names of torch that we use exist in the installed version; CI tests 2.13 and 2.15,
+the GPU machine tests 2.11."""
 
 import ast
 import re
@@ -41,7 +41,7 @@ def test_what_is_private_answers():
 
 
 def names_in(path):
-    """What a file imports, and attributes with what they are of."""
+    """Yield the imported names of a file, and its attributes with the objects before them."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -52,7 +52,7 @@ def names_in(path):
 
 
 def test_private_torch_is_imported_in_two_files_only():
-    """In the folders that import no kernel."""
+    """These are the files of folders that import no kernel."""
     private = re.compile(r"torch(\.\w+)*\._(?!_)(?!schema|unsafe)")
     offenders = [
         f"{path.name}: {name}"
@@ -84,7 +84,7 @@ def test_atens_used_exist():
 
 
 def test_inductor_is_imported_in_one_file_only():
-    """One home for private imports: a torch upgrade touches one file."""
+    """All private imports are in one file, which a torch upgrade may change."""
     offenders = []
     for path in PACKAGE.rglob("*.py"):
         if path.name == "_compat.py":
@@ -98,7 +98,7 @@ def test_inductor_is_imported_in_one_file_only():
 
 
 def test_every_kernel_is_launched_with_fusion_set(monkeypatch):
-    """Triton 3.10 turns it off by default: at once, in graphs and in binaries it is said."""
+    """Triton 3.10 turns it off by default; eager launches, graphs and binaries set the option."""
     binary = pytest.importorskip("dsv4_ops.kernels.aot.compile", reason="needs triton")
     from dsv4_ops.kernels import launcher
     from dsv4_ops.kernels.common import triton_compat
@@ -129,14 +129,14 @@ def test_every_kernel_is_launched_with_fusion_set(monkeypatch):
 
 
 def test_graphs_take_options_where_torch_says_so():
-    """On torch 2.14 a traced launch carries FUSION to Inductor; on older ones it may not."""
+    """On torch 2.14 a traced launch passes FUSION to Inductor; earlier releases may not."""
     compat = pytest.importorskip("dsv4_ops.kernels.common.triton_compat", reason="needs triton")
     newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
     assert compat.takes_options_in_graphs() is newer
 
 
 def test_triton_is_imported_by_its_old_names_in_one_file_only():
-    """What moved between Triton's releases is looked up in kernels/common/triton_compat.py."""
+    """kernels/common/triton_compat.py looks up what moved between Triton's releases."""
     moved = ("async_copy_global_to_shared", "_reinterpret", "GluonASTSource", "knobs", "get_ptxas")
     offenders = [
         f"{path.name}: {name}"
@@ -160,7 +160,7 @@ def lens_of_rank(lens, rank):
 
 
 def test_an_element_is_not_read_past_where_sizes_are_symbols():
-    """Inductor of torch 2.11 reads cp_rank[i] for a tensor [1] whose size is a symbol."""
+    """Inductor of torch 2.11 reads cp_rank[i] of a tensor [1] if the size is symbolic."""
     rank = torch.tensor([1], dtype=torch.int32)
     with one_graph_for_all_sizes():
         compiled = torch.compile(lens_of_rank, dynamic=True, fullgraph=True)

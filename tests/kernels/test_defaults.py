@@ -1,4 +1,4 @@
-"""Defaults of the functions that kernels call, in the code that Inductor writes."""
+"""Defaults of device functions, in the code that Inductor writes."""
 
 import ast
 from pathlib import Path
@@ -20,8 +20,8 @@ def functions():
 
 
 def test_defaults_are_literals():
-    """Inductor copies a function without what its signature names: a default that is a constant of
-    its module is no name there, which an eager call, and the interpreter, would not show."""
+    """Inductor copies a function without the names in its signature. If a default is a constant of
+    the function's module, the copy lacks it, although eager calls and the interpreter work."""
     found = list(functions())
     assert len(found) > 100
     named = [

@@ -1,4 +1,4 @@
-"""A kernel that is launched before the one before it ends waits for it before it uses memory."""
+"""A kernel that starts before the previous kernel has ended waits for it before it uses memory."""
 
 import ast
 import re
@@ -19,17 +19,17 @@ from tests.helpers import nightly
 from tests.support.hopper import hopper  # noqa: F401  # a fixture
 
 BETWEEN_RANKS = {"gather_ranks", "merge_ranks"}
-"""Kernels whose programs wait for other GPUs: nothing may take a place on an SM meanwhile."""
+"""Kernels whose programs wait for other GPUs: meanwhile no other kernel may occupy an SM."""
 
 LATE = BETWEEN_RANKS | {"finish_heads_kernel"}
-"""The last follows FlashMLA's combine, which may end before the kernel that it was to wait for."""
+"""The last kernel follows FlashMLA's combine, which may end before the kernel that precedes it."""
 
 WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 MEMORY = re.compile(r"\b(?:ld|st|atom|red|prefetch)[\w.:]*\.global|\bcp\.\w|\bgriddepcontrol\.\w+")
 
 
 def test_all_kernels_but_late_ones_wait_in_their_first_line():
-    """Before any branch, so that every program waits; and nowhere else."""
+    """The wait comes before any branch, so that every program waits, and it occurs nowhere else."""
     functions, called = {}, set()
     for path in Path(*package.__path__).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -58,7 +58,7 @@ CHEAP = ("expert_plan", "gather_k_cache, plain", "mla_expand_kv")
     "example", [*CHEAP, *nightly("CHEAP", *sorted(kernels.examples().keys() - CHEAP))]
 )
 def test_the_wait_comes_before_memory(example):
-    """On Hopper, in Triton's kernels and in Gluon's; GPUs before it have no such instruction."""
+    """This holds on Hopper for Triton and Gluon kernels; earlier GPUs have no such instruction."""
     call, op = kernels.examples()[example], example.partition(",")[0]
     for launch in kernels.launches(op, *call, (9, 0)):
         made = kernels.compiled(launch, 90)
@@ -74,7 +74,7 @@ def test_the_wait_comes_before_memory(example):
 
 @pytest.mark.usefixtures("hopper")
 def test_launches_ask_for_it_on_hopper_if_the_kernel_waits(monkeypatch):
-    """Eager ones and traced ones; the compiler writes the wait where the option is set."""
+    """Eager and traced launches set the option, with which the compiler writes the wait."""
     asked = []
 
     class Kernel:

@@ -1,5 +1,5 @@
-"""What torch takes kernels to write to: an argument too many would be copied, or keep a compiled
-graph from being a CUDA graph."""
+"""Which arguments torch believes that kernels write to. One too many would be copied, or would
+prevent CUDA graphs of compiled code."""
 
 import signal
 
@@ -13,7 +13,7 @@ from dsv4_ops.kernels.common.attention.combine import combine_listed_kernel
 from tests.helpers import nightly
 
 SECONDS = 5.0
-# torch 2.11 analyses a kernel with its ints as constants
+# torch 2.11 takes the ints of a launch for constants
 INTS_ARE_CONSTANTS = hasattr(triton_kernel_wrap, "identify_mutated_tensors")
 WRITTEN = {
     "compact_pages_kernel": {"out", "lens_out"},
@@ -83,7 +83,7 @@ WRITTEN = {
 
 
 class NoDevice:
-    """A driver for an H200 that is not there: enough to trace kernels."""
+    """A driver that pretends to have an H200, which is enough to trace kernels."""
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
@@ -92,7 +92,7 @@ class NoDevice:
 
 
 def taken_for_written(launch):
-    """Tensors that torch takes for written to, as its version says."""
+    """Return the tensors that this version of torch believes to be written to."""
     names = launch.kernel.arg_names
     arguments = dict(zip(names, launch.args, strict=False))
     arguments |= {name: value for name, value in launch.kwargs.items() if name in names}
@@ -104,7 +104,7 @@ def taken_for_written(launch):
 
 @pytest.fixture
 def bounded(monkeypatch):
-    """A driver, and SECONDS of processor time."""
+    """Install the driver, and limit the processor time to SECONDS."""
     from triton.runtime import driver
 
     monkeypatch.setattr(driver, "_active", NoDevice())
@@ -150,20 +150,20 @@ def test_torch_takes_no_other_argument_for_written_to(example):
         for written, each in zip(wanted, reorders, strict=True)
     ]
     if example == "insert_c4_step, save_first":
-        wanted[-1] = wanted[-1] - {"states", "indexer_states"}  # the launches before it save them
+        wanted[-1] = wanted[-1] - {"states", "indexer_states"}  # earlier launches save them
     if example == "experts, codes":
         names = [launch.kernel.__name__ for launch in launches]
         for product in ("gate_up_kernel", "down_kernel"):
             wanted[names.index(product)] = {"out", "out_of_reach"}
     if example == "hyper_connection":
-        wanted[0] = {"partial"}  # no block whose output the streams take
+        wanted[0] = {"partial"}  # no earlier block's output is added to the streams
     if example == "hyper_connection, of 1024":
-        wanted[1:] = {"out"}, {"post", "mix"}  # ends of a token in two launches
+        wanted[1:] = {"out"}, {"post", "mix"}  # two launches for the streams' ends
     if example == "inverse_rope_group":
         wanted[0] = {"values"}  # bf16 has no scales
     if example.startswith("sparse_mla_prefill, flash_mla"):
-        wanted[-1] = {"lse"}  # nothing is rotated back
-    if INTS_ARE_CONSTANTS:  # a branch of one kernel is left out; the kernel behind it has the store
+        wanted[-1] = {"lse"}  # no inverse RoPE
+    if INTS_ARE_CONSTANTS:  # one kernel lacks a branch; the next kernel stores
         assert all(left <= right for left, right in zip(found, wanted, strict=True)), found
         found, wanted = set().union(*found), set().union(*wanted)
     assert found == wanted

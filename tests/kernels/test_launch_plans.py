@@ -1,4 +1,4 @@
-"""Launches of a call that later calls of the same form repeat."""
+"""Later calls of the same form repeat the launches of a call."""
 
 import inspect
 
@@ -33,7 +33,7 @@ class Kernel:
 
 
 def called(plans, kernel, *args, factor=2):
-    """Return args[0] + 3 * factor, twice, from two launches; the args are only read."""
+    """Return args[0] + 3 * factor twice, by two launches; the arguments do not change."""
 
     def choose(args, kwargs):
         return launcher, args, kwargs, True

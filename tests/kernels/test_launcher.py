@@ -1,4 +1,4 @@
-"""What a launch knows of where it happens."""
+"""The facts that a launcher object has about its launches."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Kernel:
-    """A kernel that takes down its grids."""
+    """A kernel that records its grids."""
 
     def __init__(self):
         self.grids = []
@@ -28,7 +28,7 @@ def test_only_graphs_that_inductor_compiles_keep_gluon_kernels_opaque():
 
 
 def test_only_packages_copy_inputs_that_are_not_aligned():
-    """A tensor of bytes from its second one on begins at an odd address."""
+    """A tensor of bytes is at an odd address from its second value on."""
     odd = torch.empty(64, dtype=torch.uint8)[1:]
     assert not EAGER.is_aligned(odd)
     assert EAGER.is_aligned(torch.empty(64, dtype=torch.uint8))
@@ -43,8 +43,8 @@ def test_a_device_that_is_not_here_is_what_was_said_of_it():
 
 
 def test_what_a_gpu_offers_follows_from_its_compute_capability(monkeypatch):
-    """Shared memory in KB, whether it converts e4m3 codes, and whether it runs Hopper's kernels;
-    later ones count as small, earlier ones as without conversions."""
+    """This is the shared memory in KB, the conversion of e4m3 codes, and Hopper's kernels. Later
+    GPUs count as small, and earlier GPUs as without conversion."""
     monkeypatch.setattr(torch.version, "hip", None)
     offered = {
         (7, 5): (64, False, False),

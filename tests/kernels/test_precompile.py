@@ -30,7 +30,7 @@ from tests.support.mla_batches import mla_case, sparse_case
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of the kernels that this process asks Triton for, and whether from the folder."""
+    """Record the kernels that this process asks Triton for, and whether the folder has them."""
     seen = []
     listener = lambda src, metadata, metadata_group, times, cache_hit: seen.append(  # noqa: E731
         (src.name, cache_hit)
@@ -40,29 +40,27 @@ def compiled(monkeypatch):
 
 
 def called(name, case):
-    """Call an op with tensors like a case's, on a GPU that is not there."""
+    """Call an op on a simulated GPU, with fake tensors like those of a case."""
     with FakeTensorMode(), torch.no_grad():
         tensors = pytree.tree_map(on_cuda, case.tensors)
         return OPS[name].op(*tensors, **case.settings)
 
 
 def first(op="insert_k_cache"):
-    """The first case of an op whose kernel is small."""
+    """Call the first case of an op whose kernel is small."""
     called(op, next(iter(op_testing(op).cases())))
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_launch_reads_what_a_worker_compiled(compiled):
-    """A worker compiles once, in the first wait; sizes of the same class ask for nothing more."""
+    """A worker compiles once, in the first wait; sizes of the same class make no other request."""
     workers = Workers()
     with precompile.requests(workers.submit):
         first()
         first()
     assert len(workers.asked) == 1
     assert workers.ran == 0
-    with kernel_requests(
-        precompile.REQUESTED
-    ):  # compiles what a launch would, and launches nothing
+    with kernel_requests(precompile.REQUESTED):  # compiles like a launch, and launches nothing
         first()
     assert workers.ran == 1
     (worker, here) = compiled
@@ -93,7 +91,7 @@ LARGER = {
     "mla_sparse": sparse_case(mla_case(0, [2, 1], 16)),
     GATHERED: gathered_case(0, 2, 64, 128),
 }
-"""Calls of kernels that take none of their op's small cases."""
+"""Calls of kernels that do not support the small cases of their ops."""
 
 WITH_KERNELS = sorted(name for name, spec in OPS.items() if spec.has_kernel)
 
@@ -101,7 +99,7 @@ WITH_KERNELS = sorted(name for name, spec in OPS.items() if spec.has_kernel)
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_every_launcher_runs_with_fake_tensors(name, monkeypatch):
-    """Of some call at least; none raises, which a request would hide."""
+    """At least one call per op launches; no launcher raises, which a request would hide."""
     workers, launched, wrap = Workers(), [], precompile.REQUESTED.wrap
     monkeypatch.setattr(
         precompile.REQUESTED, "wrap", lambda kernel: launched.append(kernel) or wrap(kernel)
@@ -115,9 +113,9 @@ def test_every_launcher_runs_with_fake_tensors(name, monkeypatch):
 
 @pytest.mark.usefixtures("hopper")
 def test_what_the_folder_has_is_not_asked_for():
-    """A process before compiled it: no worker starts."""
+    """An earlier process compiled the kernel, so no worker starts."""
     kernel, asked = plain.insert_rows_kernel, []
-    for _ in range(2):  # each begins as a process of its own
+    for _ in range(2):  # each iteration begins like a new process
         vars(kernel).pop("_do_compile", None)
         kernel.device_caches.clear()
         workers = Workers()
@@ -130,8 +128,8 @@ def test_what_the_folder_has_is_not_asked_for():
 
 
 def test_a_key_does_not_depend_on_what_had_one_before():
-    """Else another process would not find the kernel. Equal names of constants need equal values:
-    Triton 3.6 sorts them by addresses."""
+    """Otherwise another process would not find the kernel. Constants of equal names need equal
+    values, because Triton 3.6 sorts them by addresses."""
     modules = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
     values = [each for m in modules for each in vars(importlib.import_module(m.name)).values()]
     functions = list(dict.fromkeys(each for each in values if isinstance(each, triton.JITFunction)))

@@ -1,5 +1,5 @@
-"""The rows that tokens attend to, which the float64 results of the contract have from the
-reference: against plain Python, over the calls of the contract."""
+"""The rows that tokens attend to, which the contract's float64 results take from the reference:
+equal to plain Python, over the calls of the contract."""
 
 import pytest
 import torch
@@ -29,4 +29,4 @@ def test_float64_results_are_over_the_rows_of_the_oracle(name):
         attended.append(bool((expected[-1] > -torch.inf).any()))
 
     for_each_call(name, check, sampled(100))
-    assert sum(attended) >= 5  # others have no rows to compare
+    assert sum(attended) >= 5  # other calls have no rows to compare

@@ -1,7 +1,5 @@
-"""Batch description: defaults, and starts that decrease.
-
-Numbers by hand: ``dsv4_ops/testing/cases/batch.py``.
-"""
+"""The batch ops: defaults, and starts that decrease. dsv4_ops/testing/cases/batch.py has
+hand-computed numbers."""
 
 from collections.abc import Callable, Iterator
 from random import Random
@@ -16,7 +14,7 @@ from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, call, i32, maybe_stride
 
 SEEDS = range(300)
 
-# query_start_loc that decreases somewhere: which request a token gets is open, but not the range
+# query_start_loc decreases: the request of a token is undefined, but must be in range
 UNORDERED = {
     "falling": [5, 3, 1], "falling to zero": [9, 6, 3, 0], "one step back": [0, 4, 2, 6],
     "zigzag": [0, 9, 1, 8, 2, 7, 3], "end before start": [6, 6, 6, 0],
@@ -76,9 +74,9 @@ def test_unordered_starts_stay_in_range() -> None:
 
 @pytest.mark.slow
 def test_unordered_starts_stay_in_range_when_compiled() -> None:
-    """Compiled code reads without bounds checks, so here a wrong index would be a wild read."""
+    """Compiled code does not check bounds, so here a wrong index would read unrelated memory."""
     map_tokens = torch.compile(ops.token_map, fullgraph=True, dynamic=True)
     flatten = torch.compile(ops.flatten_decode, fullgraph=True, dynamic=True)
     for starts, seq_lens in unordered_batches():
-        if NIGHTLY or len(seq_lens) > 1:  # a batch of one request is a graph of its own
+        if NIGHTLY or len(seq_lens) > 1:  # a batch of one request has a graph of its own
             check_unordered(map_tokens, flatten, starts.contiguous(), seq_lens.contiguous())

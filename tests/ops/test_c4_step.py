@@ -1,4 +1,4 @@
-"""What a C4 layer writes before it selects rows, in one op: the four ops that it is made of."""
+"""``insert_c4_step``, which writes all of a C4 layer before the selection, equals four ops."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ MODEL = OP_TESTING.settings[0]
 
 
 def by_four_ops(*tensors: Tensor, **chosen: Any) -> tuple[Tensor, ...]:
-    """The three results; caches are written to."""
+    """Return the three results of the four ops, which also write the caches."""
     of = dict(zip(NAMES, tensors, strict=True))
     tokens, rotation = (of["positions"], of["req_indices"]), of["cos_sin_cache"]
     q = ops.qnorm_rope_kv_insert(
@@ -58,7 +58,7 @@ def by_four_ops(*tensors: Tensor, **chosen: Any) -> tuple[Tensor, ...]:
 def outcome(
     call: Callable[..., Any], case: Case, copied: Callable[[Tensor], Tensor] = torch.clone
 ) -> tuple[Tensor, ...]:
-    """What a call of copies returns and leaves in the caches."""
+    """Run a call on copies; return its results and the caches."""
     return case.copy(copied).run(call, SPEC.mutated)
 
 
@@ -75,7 +75,7 @@ def test_parameters_are_those_of_the_cases() -> None:
 
 
 def test_it_is_the_four_ops_one_behind_the_other() -> None:
-    """Bit for bit, over sampled batches in which each of the caches is written to."""
+    """The bits are equal over sampled batches, which write to each of the caches."""
     written = dict.fromkeys(CACHES, 0)
 
     @sampled(80)
@@ -93,12 +93,12 @@ def test_it_is_the_four_ops_one_behind_the_other() -> None:
 
 
 def test_a_call_that_saves_a_state_where_it_reads_one_is_left_out() -> None:
-    """Of those whose inputs change in place under a CUDA graph."""
+    """CUDA graph tests, whose inputs change in place, use no such call."""
     name = "three rows of the last window from the states"
     case = next(case for case in testing.cases_of("insert_c4_step") if case.name == name)
     assert OP_TESTING.determined(case)
     tensors = dict(zip(NAMES, case.tensors, strict=True))
-    tensors["state_slot_mapping"] = torch.tensor([2])  # that of position 2
+    tensors["state_slot_mapping"] = torch.tensor([2])  # the slot of position 2
     assert not OP_TESTING.determined(Case(name, tuple(tensors.values()), case.settings))
     kept = primer(OP_TESTING, MODEL, keep=partial(stays_determined, SPEC))
     flipped = Case("flipped", tuple(tensor.flip(0) for tensor in kept.tensors), MODEL)

@@ -1,7 +1,5 @@
-"""Inserts into every kind of cache: which bytes of its memory change, and into what.
-
-What a row is quantised to: ``test_kv_cache.py``.
-"""
+"""Inserts into every kind of cache: which bytes change, and to what. ``test_kv_cache.py`` tests the
+quantised values."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +38,7 @@ def keys(kind: Any, seed: int, count: int) -> Tensor:
 
 
 def cache_of(kind: Any, seed: int, pages: int, size: int, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """A cache of random bits, ``gap`` entries between its blocks, and all the memory of it."""
+    """Make a cache of random bits with gaps between its blocks; return it and all of its memory."""
     one = kind[0](size).allocate(1)
     base = noise(seed, (pages + 2, one.numel() + gap), one.dtype)
     return base[1 : pages + 1, : one.numel()].unflatten(1, one.shape[1:]), base
@@ -58,7 +56,7 @@ def raw(tensor: Tensor) -> Tensor:
 def check_insert(
     kind: Any, k: Tensor, cache: Tensor, base: Tensor, slots: Tensor, size: int
 ) -> None:
-    """The op against the oracle: every bit in and around the cache."""
+    """Compare the op with the oracle: all bits in and around the cache."""
     settings = {} if kind[1] == "insert_k_cache" else {"block_size": size}
     oracle = getattr(oracles, kind[1])
     rows = oracle(patterns(k), patterns(cache), slots.tolist(), **settings)

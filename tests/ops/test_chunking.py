@@ -1,7 +1,5 @@
-"""Plans of prefill chunks: on the host, their upper bound, and many of them on the device.
-
-Numbers by hand: ``dsv4_ops/testing/cases/chunking.py``.
-"""
+"""Plans of prefill chunks: on the host, their upper bound, and random plans.
+dsv4_ops/testing/cases/chunking.py has hand-computed numbers."""
 
 from random import Random
 from typing import Any
@@ -40,7 +38,7 @@ def test_a_million_chunks_are_counted() -> None:
 
 @pytest.mark.parametrize("convert", [list, tuple, i32, lambda values: strided(i32(values))])
 def test_the_plan_on_the_host_is_that_of_the_device(convert: Any) -> None:
-    """Of the hand-computed cases, but for negative lengths, which the host refuses."""
+    """The hand-computed cases agree, except for negative lengths, which the host refuses."""
     compared = 0
     for case in testing.cases_of("split_prefill_chunks"):
         (chunks, (count,)), settings = case.expected, dict(case.settings)
@@ -70,7 +68,7 @@ def test_max_prefill_chunks(case: tuple[int, ...]) -> None:
 
 
 def random_lens(rng: Random, *, least: int) -> tuple[list[int], list[int], int, int]:
-    """Lengths around the budgets: empty requests, lone long ones, exact fits."""
+    """Sample lengths near the budgets: empty requests, single long requests, and exact fits."""
     workspace = rng.choice((1, 4, 10, 33))
     elems = rng.choice((1, 3, 24, 100, 1000))
     num_reqs = rng.choice((0, 1, 2, 3, 5, 9))
@@ -95,7 +93,7 @@ def test_random_plans() -> None:
 
 
 def test_random_plans_cover_every_query_once_within_the_bound() -> None:
-    """What a plan is for, whatever the algorithm: once each, within the budgets, few enough."""
+    """This holds for any algorithm: each query once, within the budgets, in few enough chunks."""
     for seed in SEEDS:
         seq_lens, query_lens, workspace, logits_bytes = random_lens(Random(seed), least=0)
         plan = ops.plan_prefill_chunks(

@@ -22,7 +22,7 @@ CPU_WAYS = ("reduce_scatter", "all_to_all")
 
 
 def parts(world: int, num_tokens: int, num_heads: int, dtype: torch.dtype) -> MergedStates:
-    """Outputs and log-sum-exps of all ranks, some of them without keys."""
+    """Sample outputs and log-sum-exps of all ranks, some of which have no keys."""
     seed = torch.Generator().manual_seed(num_tokens)
     outs = torch.randn(world, num_tokens, num_heads, 6, generator=seed).to(dtype)
     lses = torch.randn(world, num_tokens, num_heads, generator=seed) * 9
@@ -53,9 +53,9 @@ def rank_combines(rank: int, world: int) -> None:
                     want = [own(each, rank, world) for each in whole]
                     run = compiled if (base, dtype) == ("e", torch.float32) else combine
                     run = combine if num_tokens < 2 else run
-                    # clones: the base of a view is guarded on
+                    # clones, because Dynamo guards on the base of a view
                     found = run(outs[rank].clone(), lses[rank].clone(), lse_base=base)
-                    # shares and sums of them are rounded, and none exceeds amax;
+                    # shares and their sums are rounded, and none exceeds amax;
                     # all_to_all rounds once
                     amax = max(outs.nan_to_num().abs().flatten().tolist(), default=0.0)
                     bound = 2 * world * torch.finfo(dtype).eps * amax
@@ -148,7 +148,7 @@ def test_graph_of_one_rank_without_its_tensor(fake_ranks: str) -> None:
 
 
 def test_graph_calls_one_op_for_symmetric_memory(fake_ranks: str) -> None:
-    """Of any number of tokens; its shapes are known without a GPU."""
+    """The op is for any number of tokens; its shapes are known without a GPU."""
     seen = []
 
     def backend(graph, _):
@@ -163,12 +163,12 @@ def test_graph_calls_one_op_for_symmetric_memory(fake_ranks: str) -> None:
     assert [each.dtype for each in found] == [torch.float16, torch.float32]
     called = [each for each in seen if "dsv4_ops" in str(each.target)]
     assert [each.target for each in called] == [torch.ops.dsv4_ops._combine_ranks.default]
-    # groups of any size may have this name: the key of a compiled graph has the size
+    # groups of any size may have this name, so the key of a compiled graph contains the size
     assert called[0].args[2:] == (fake_ranks, 3, "e")
 
 
 def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> None:
-    """An op a gather, of any number of tokens, and one of two tensors too."""
+    """Each gather is one op for any number of tokens, also a gather of two tensors."""
     seen = []
 
     def backend(graph, _):

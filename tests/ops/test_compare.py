@@ -1,4 +1,4 @@
-"""The budget of floats: what it lets pass and what it does not."""
+"""The error budget of floats: results that it accepts and refuses."""
 
 import pytest
 import torch

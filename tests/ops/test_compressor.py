@@ -1,4 +1,4 @@
-"""The compressor beyond the contract: what is written, quantised rows."""
+"""The compressor beyond the contract: which bytes it writes, and quantised rows."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_a_quantised_row_is_what_the_insert_makes_of_the_bfloat16_row(layout: st
 
 
 def test_only_written_rows_change() -> None:
-    """Every byte outside of the slots of finished windows is as before."""
+    """All bytes outside of the slots of finished windows stay."""
 
     @sampled(100)
     @given(testing.strategy("compress_and_insert"))

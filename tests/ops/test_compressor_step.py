@@ -1,4 +1,4 @@
-"""A whole step of the compressor: by hand, beside the two ops in it, over sequences."""
+"""A whole step of the compressor: by hand, against its two ops, and over sequences."""
 
 import torch
 from hypothesis import given
@@ -13,8 +13,8 @@ from tests.support.sampled import sampled
 
 
 def test_a_ring_that_is_shorter_than_a_step_is_read_before_it_is_saved_to() -> None:
-    """Position 2 takes the slot of position 0, whose state -9 the window of position 1 needs:
-    -9 and 3 give -1, the 5 of position 2 and 3 give 1."""
+    """Position 2 has the slot of position 0, whose state -9 the window of position 1 needs. -9 and
+    3 give -1; if position 2 is saved first, its 5 and 3 give 1."""
     case = next(c for c in testing.cases_of("save_and_compress") if c.name == "two windows")
     states, page = StateLayout(2, 2).allocate(1), torch.full((1, 1, 1), 7.0)
     StateLayout(2, 2).rows(states)[0, 0] = torch.tensor([-9.0, 0.5])
@@ -26,7 +26,7 @@ def test_a_ring_that_is_shorter_than_a_step_is_read_before_it_is_saved_to() -> N
 
 
 def by_two_ops(case: Case, compress_first: bool = False) -> list[torch.Tensor]:
-    """States and cache behind both ops."""
+    """Run the two ops; return states and cache."""
     kv_score, ape, states, table, slots, positions, *rest = case.copy().tensors
     settings = {key: value for key, value in case.settings.items() if key != "save_first"}
     sizes = {"block_size": settings["state_block_size"]}
@@ -45,8 +45,8 @@ def same_bytes(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
-    """Sampled calls, none of which saves a state where one of its windows reads another, unless
-    it saves first."""
+    """In sampled calls that do not save first, no token saves a state that a window of the call
+    reads."""
     saved, differ = [0], [0]
 
     @sampled(130)
@@ -71,7 +71,7 @@ def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
 
 
 def test_sampled_calls_save_next_to_what_they_read() -> None:
-    """On the same blocks, but not the same rows."""
+    """Tokens save states in the blocks that windows read, but not in the same rows."""
     beside = [0]
 
     @sampled(400)

@@ -1,4 +1,4 @@
-"""Every op under the whole contract of ``dsv4_ops.testing.contract.checks``."""
+"""Every op fulfils the whole contract of ``dsv4_ops.testing.contract.checks``."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ SMOKE_OPS = {
     "apply_rope", "compressed_slot_mapping", "indexer_topk", "quantize_and_insert_k_cache",
     "sinkhorn", "token_map",
 }  # fmt: skip
-"""One op of each way to a lowering and of each hazard: `make smoke` runs these."""
+"""One op for each kind of lowering and each hazard, which `make smoke` runs."""
 
 each_op = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.smoke] * (name in SMOKE_OPS)) for name in OPS]
@@ -59,7 +59,7 @@ ORACLES = {
 
 
 def patterns(tensor):
-    """Values as nested lists; of floats the unsigned bit patterns."""
+    """Return the values as nested lists, floats as unsigned bit patterns."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         return (tensor.view(torch.int16).to(torch.int32) & 0xFFFF).tolist()
     if tensor.dtype == torch.float32:
@@ -70,15 +70,15 @@ def patterns(tensor):
 
 
 def one_nan(values):
-    """Nested lists of bf16 patterns with one pattern for every NaN: a conversion from float32 may
-    change its payload."""
+    """Replace the pattern of every bf16 NaN by one pattern: a conversion from float32 may change
+    the payload of a NaN."""
     if isinstance(values, int):
         return 0x7FC0 if values & 0x7FFF > 0x7F80 else values
     return [one_nan(value) for value in values]
 
 
 def widths(name, case):
-    """What a nested list without rows does not know."""
+    """Return the sizes that a nested list cannot show if it is empty."""
     first = case.tensors[0]
     if name == "expand_block_table":
         return {"columns": first.shape[1]}
@@ -112,7 +112,7 @@ def test_reference_gives_the_hand_computed_numbers(name):
 
 @each_op
 def test_opcheck(name):
-    """``make test`` traces a call of each op that ``test_compiled_equals_the_reference`` leaves."""
+    """``make test`` traces ops that ``test_compiled_equals_the_reference`` leaves out."""
     traces = None if NIGHTLY else 0 if name in VECTORS else 1
     checks.check_opcheck(OPS[name], traces=traces)
 
@@ -120,7 +120,7 @@ def test_opcheck(name):
 @pytest.mark.check
 @each_op
 def test_fake_has_the_metadata_of_the_real_result(name):
-    checks.check_fake(OPS[name], traces=None if NIGHTLY else 2)  # a dense one, and a strided
+    checks.check_fake(OPS[name], traces=None if NIGHTLY else 2)  # a dense call and a strided call
 
 
 FLOATS = [name for name, spec in OPS.items() if spec.implementation("testing").precise is not None]
@@ -130,13 +130,13 @@ sampled = settings(
 
 
 def same_each_run(test):
-    """The samples of a seed; ``derandomize`` would have others after each edit of the test."""
+    """Fix the seed; with ``derandomize`` an edit of the test would change the samples."""
     return test if NIGHTLY else seed(0)(test)
 
 
 def assert_equals_the_oracle(name, case):
-    """Return the results, which are those of plain Python over ints, written from the specification
-    without sight of the reference."""
+    """Assert the oracle's results and return them. The oracle is plain Python over ints, written
+    from the specification without a look at the reference."""
     lists = [None if tensor is None else patterns(tensor) for tensor in case.tensors]
     expected = ORACLES[name](*lists, **case.settings, **widths(name, case))
     results = case.run(OPS[name].op, OPS[name].mutated)
@@ -149,7 +149,7 @@ def assert_equals_the_oracle(name, case):
 
 EXACT = [name for name in OPS if name not in FLOATS]
 NARROW_ORACLES = {"mla_gather_kv", "quantize_per_tensor"}
-"""They take matrices and finite scales, as sampled calls have; named cases have others too."""
+"""These oracles support only matrices and finite scales; named cases have others."""
 
 
 @pytest.mark.check
@@ -162,7 +162,7 @@ def test_reference_equals_the_oracle_in_named_cases(name):
 @pytest.mark.check
 @pytest.mark.parametrize("name", EXACT)
 def test_reference_equals_the_oracle(name):
-    """And no call writes to the results of the one before."""
+    """Also, no call writes to the results of an earlier call."""
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @same_each_run
@@ -190,7 +190,7 @@ def test_reference_is_within_the_budget_of_float64(name):
 
 @each_op
 def test_the_form_that_is_traced_gives_the_same_bits(name):
-    """On a CPU a reference indexes whole rows, and only windows that end here; traced it cannot."""
+    """Eagerly, a reference may index whole rows, or only finished windows; a trace cannot."""
     spec = OPS[name]
 
     @same_each_run
@@ -206,14 +206,14 @@ def test_the_form_that_is_traced_gives_the_same_bits(name):
 
 
 def apart(tensor):
-    """The same values in reversed dimensions of memory, each beside a copy of itself."""
+    """Return equal values with reversed dimensions in memory, each value beside a copy."""
     order = [*range(tensor.dim())][::-1]
     return torch.stack([tensor.permute(order)] * 2, -1)[..., 0].permute(order)
 
 
 @each_op
 def test_strides_change_nothing(name):
-    """But for caches, whose rows are dense; ``check_cases`` has those with gaps between rows."""
+    """Rows of caches stay dense here; ``check_cases`` has caches with gaps between rows."""
     spec = OPS[name]
     dense = {*spec.mutated}
     caches = [each for each in spec.parameters if each.endswith("cache")]
@@ -240,24 +240,24 @@ VECTORS = {
     "indexer_topk", "quantize_and_insert_k_cache", "save_compressor_states", "sinkhorn",
     "sparse_mla_decode", "swa_indices_and_lens", "token_map",
 }  # fmt: skip
-"""One op of each kind of loop, with vectors, as users get them. Inductor makes the loops of the
-others of the same parts, in `make test-all`; what they trace to runs in test_opcheck."""
+"""One op for each kind of loop, compiled with SIMD, as for users. `make test-all` compiles the
+other ops, whose loops have the same parts; test_opcheck runs what they trace to."""
 COMPILED_EXAMPLES = EXAMPLES if NIGHTLY else 16
-"""A call of compiled code is cheap, its reference is not: oracles see more of the reference."""
+"""Compiled calls are cheap, but their references are not: oracles see more of the references."""
 
 
 def is_fused(name):
-    """Ops that write, and ops built from IR; what is decomposed Inductor fuses as any aten code."""
+    """Return whether an op writes or is built from IR; Inductor fuses decomposed ops like aten."""
     return bool(OPS[name].mutated) or "pointwise" in OPS[name].lowering.values()
 
 
 AT_ONCE = 12
-"""Tensor arguments of one compiled graph. Each brings symbols for its sizes, which cost Inductor
-more than in proportion: beyond this, more than a compiler call less is worth."""
+"""Tensor arguments of one compiled graph. Each adds symbols for its sizes, and Inductor's time
+grows faster than their number: beyond 12, a second compilation is cheaper."""
 
 
 ALONE = {"split_prefill_chunks"}
-"""Loops that Inductor takes half a minute for, and longer beside others."""
+"""Ops whose loops take Inductor half a minute, and longer beside others."""
 
 
 def num_tensors(name):
@@ -265,7 +265,7 @@ def num_tensors(name):
 
 
 def split(names):
-    """Runs of ``names`` with at most AT_ONCE tensor arguments; an op with more is alone."""
+    """Yield groups of ``names`` with at most AT_ONCE tensor arguments; a larger op is alone."""
     group, count = [], 0
     for name in names:
         added = AT_ONCE if name in ALONE else num_tensors(name) * (1 + (EVERY and is_fused(name)))
@@ -279,7 +279,7 @@ def split(names):
 
 
 def groups():
-    """Every op in a graph with others of its kind of loops; a new op by being registered."""
+    """Yield groups of ops with one kind of loop, which share a graph; they include every new op."""
     nightly = pytest.mark.nightly("test_opcheck; loops of each kind are those of VECTORS")
     chosen = {"smoke": SMOKE_OPS, "vectors": VECTORS - SMOKE_OPS, "rest": OPS.keys() - VECTORS}
     marks = {"smoke": [pytest.mark.smoke], "vectors": [], "rest": [nightly]}
@@ -315,8 +315,7 @@ def test_every_op_is_compiled():
 
 @pytest.mark.parametrize("name", ["compressed_slot_mapping", "token_map"])
 def test_compiled_takes_column_slices(name):
-    """Schedulers pass views of persistent buffers; the decomposed and the IR lowerings both follow
-    strides."""
+    """Schedulers pass views of persistent buffers; decomposed and IR lowerings respect strides."""
     checks.CompiledOps([OPS[name]], layout=checks.strided_copy).fuzz(20)
 
 
@@ -324,8 +323,8 @@ def test_compiled_takes_column_slices(name):
     "name", ["swa_indices_and_lens", *nightly("the loops of the other", "compress_and_insert")]
 )
 def test_compiled_loops_are_parallel(name):
-    """Two threads write what one would, however many this process has and however small the batch
-    that it is compiled for."""
+    """Two threads write what one thread would, whatever the number of threads of this process and
+    the size of the first batch."""
     with torch._inductor.config.patch({"cpp.threads": 2, "cpp.min_chunk_size": 1}):
         compiled = checks.CompiledOps([OPS[name]])
         assert "#pragma omp parallel num_threads(2)" in compiled.code
@@ -368,7 +367,7 @@ def test_a_broken_lowering_is_noticed(monkeypatch):
 
 @pytest.mark.slow
 def test_assert_contract_is_what_users_call():
-    # the package is as any of tests/compile/test_export.py
+    # tests/compile/test_export.py builds such packages
     testing.assert_contract("prefill_gather_lens", examples=10, package=NIGHTLY)
 
 

@@ -1,5 +1,5 @@
-"""Ops under ``torch.set_default_dtype``, as models in bfloat16 are often run, and under
-``torch.autocast``: neither results nor what is computed between follow them."""
+"""Results and intermediate values of ops do not depend on ``torch.set_default_dtype``, which models
+in bfloat16 often set, nor on ``torch.autocast``."""
 
 import contextlib
 from functools import partial
@@ -76,7 +76,7 @@ def test_what_is_around_an_op_is_cast():
 
 @pytest.mark.parametrize("dtype", [DTYPES[0], *nightly("the same under float64", *DTYPES[1:])])
 def test_a_graph_has_the_results_of_float32(dtype):
-    """Of the op whose lowering is not its reference, but torch's attention and a mask for it."""
+    """The lowering of this op is not its reference, but torch's attention with a mask."""
     op, case = OPS["mla_prefill"].op, cases_of("mla_prefill")[0]
     want = results(op(*case.tensors, **case.settings))
     with default_dtype(dtype):

@@ -23,7 +23,7 @@ LIMIT = 16383
 @pytest.mark.check
 @pytest.mark.parametrize("op", CALLABLES)
 def test_errors(op: str) -> None:
-    """Of 5,800 rows; a test for each would take pytest half a minute."""
+    """There are 5,800 rows; a test for each would take pytest half a minute."""
     wrong = {}
     for row in ROWS:
         if row.op == op:
@@ -98,8 +98,8 @@ def test_as_many_requests_as_the_limit_allows() -> None:
 
 
 def test_as_many_tokens_in_a_plan_as_the_limit_allows() -> None:
-    """All with one block of keys, but for the last with 8 times as many as all others. It comes
-    first, in two splits where a quarter of the programs is one."""
+    """All tokens have one block of keys, but the last has 8 times as many as all others. It comes
+    first, in two splits if a quarter of the programs is at least one."""
     lens = torch.ones(LIMIT, dtype=torch.int32)
     lens[-1] = 64 * 8 * (LIMIT - 1)
     ones = i32([[token, 0, 1, 0] for token in range(LIMIT - 1)])
@@ -121,7 +121,7 @@ COMPILED = {
     "int64": f"split_prefill_chunks: workspace_size must be at most {2**63 - 1}",
     "limit": "sparse_mla_plan: num_tokens must be at most 16383",
 }
-"""Of each kind of error, the begin of a message in ``ROWS``."""
+"""The beginning of a message in ``ROWS`` for each kind of error."""
 
 
 @pytest.mark.parametrize(("kind", "dynamic"), [*((kind, None) for kind in COMPILED), ("int", True)])

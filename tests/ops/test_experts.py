@@ -1,4 +1,4 @@
-"""Routed experts: who computes what, formats, and that compiled code copies no expert."""
+"""Routed experts: tokens, formats, and compiled code without copies of experts."""
 
 import re
 
@@ -19,7 +19,7 @@ EXPERTS, WIDTH, SIZE = 6, 256, 128
 
 
 def made(num_tokens, topk=2):
-    """A call of experts, every token with distinct ones."""
+    """Return a call of experts, in which every token has distinct experts."""
     generator = torch.Generator().manual_seed(num_tokens)
     weights = expert_weights(generator, EXPERTS, WIDTH, SIZE, 4)
     x = torch.randn(num_tokens, WIDTH, generator=generator)
@@ -48,7 +48,7 @@ def test_a_token_does_not_depend_on_the_others():
 
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_a_plan_has_room_for_whatever_the_routing_is(block_size):
-    """All rows of one expert, and as many experts as there are rows."""
+    """One call has all rows in one expert, another as many experts as rows."""
     for ids in (torch.zeros(7, 2), torch.arange(14).view(7, 2) % 6, torch.arange(14).view(7, 2)):
         for num_experts in (1, 6, 14, 400):
             plan = ops.expert_plan(ids.int(), num_experts=num_experts, block_size=block_size)
@@ -58,7 +58,7 @@ def test_a_plan_has_room_for_whatever_the_routing_is(block_size):
 
 
 def test_compiled_code_holds_no_copy_of_an_expert():
-    """Buffers grow with the rows, never with the rows and a weight."""
+    """Buffers grow with the number of rows, not with the size of a weight times that number."""
     call = made(5)
     compiled = torch.compile(lambda *tensors: ops.experts(*tensors, **W4A16), fullgraph=True)
     torch._dynamo.reset()

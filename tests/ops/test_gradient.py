@@ -1,4 +1,4 @@
-"""What autograd is told: a derivative that is right, or an error; never a silent 0."""
+"""An op has a right derivative or raises; autograd never gets a silent 0."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_sinkhorn_has_one_derivative_in_every_form():
 
 @pytest.mark.parametrize("backend", ["aot_eager", *nightly("AOTAutograd", "inductor")])
 def test_compiled_code_has_the_derivative_or_raises(backend):
-    """What is compiled for inference with weights that require gradients computes."""
+    """Code compiled for inference runs with weights that require gradients."""
     x, places = FLOATS.view(3, 2, 8).clone().requires_grad_(), torch.arange(3)
     logits, table = FLOATS.clone().requires_grad_(), FLOATS[:, :8].clone()
 
@@ -103,7 +103,7 @@ def test_a_program_of_weights_that_require_gradients_is_that_of_inference():
 @pytest.mark.parametrize("spec", [PLAIN, SPEC], ids=["plain", "fp8"])
 @pytest.mark.parametrize("kind", ["window", "c4"])
 def test_a_layer_computes_and_then_raises(kind, spec):
-    """Of a weight that reaches the output through the caches only, too."""
+    """This also holds for weights that reach the output only through the caches."""
     layer = SmallLayer(kind, spec)
     inputs = layer.project(hidden_states()[0])
     batch = Engine(layer, 1).batch([60])
@@ -119,8 +119,8 @@ def test_a_layer_computes_and_then_raises(kind, spec):
 
 
 def test_a_loss_behind_our_cache_raises():
-    """Outside of ``no_grad``, where weights require gradients: the numbers of inference, and an
-    error in place of gradients that are missing."""
+    """With weights that require gradients, and without ``no_grad``, the logits are those of
+    inference; a backward raises, because gradients would be missing."""
     pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
     from dsv4_ops.integrations import transformers as v4
     from dsv4_ops.testing.models import small_model

@@ -1,5 +1,5 @@
-"""The lightning indexer: its selection against plain Python, rows of tokens of one request, and
-schedules of them."""
+"""The lightning indexer: its selection against plain Python, several tokens per request, and
+schedules."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ PAGES, SIZE = 12, 64
 
 
 def random_call(seed, *, num_tokens=6, num_heads=16, length=700):
-    """A random cache of one request, and queries at the end of it."""
+    """Sample a cache of one request, and queries at its end."""
     generator = torch.Generator().manual_seed(seed)
     k = torch.randn(PAGES * SIZE, 128, generator=generator).to(torch.bfloat16)
     cache = IndexerLayout(SIZE).allocate(PAGES)
@@ -52,7 +52,7 @@ def test_both_kinds_of_scores_are_sampled():
 
 
 def test_slots_beyond_int32_are_absent():
-    """Of a cache of one block seen so many times that the public function would refuse it."""
+    """The table names one block so often that the public function would refuse it."""
     tensors, last = beyond_int32(), 2**31 - SIZE
     sizes = {"block_size": SIZE, "compress_ratio": 1, "topk": 130, "layout": IndexerLayout.tag}
     found = OPS["indexer_select"].reference(*tensors, **sizes, slots=True).tolist()
@@ -75,8 +75,8 @@ IN_ROWS = ("indexer_logits", "indexer_select")
 
 
 def test_rows_of_tokens_give_the_hand_computed_numbers():
-    """Three requests of two tokens over keys that score 64, 512, NaN and 256: all of them, the
-    second token padding, and a request whose only block does not exist."""
+    """Three requests of two tokens have keys that score 64, 512, NaN and 256. One selects all, one
+    has a padding token, and one has no existing block."""
     table, requests = i32([[0, 1], [1, 0], [9, -1]]), i32([0, 0, 1, 1, 2, 2])
     tensors = (*tiny_query(6), tiny_cache())
     positions = i64([[11, 15], [7, -1], [15, 15]])
@@ -93,7 +93,7 @@ def test_rows_of_tokens_give_the_hand_computed_numbers():
 
 
 def test_lengths_of_drafts_are_read_by_schedule_logits_and_selection():
-    """Requests with all of their three tokens, with two, with none, and the last of no request."""
+    """Requests have three, two or no tokens; the last row of tokens has no request."""
     starts, seq_lens = i32([0, 3, 5, 5, 6]), i32([1200, 302, 0, 9])
     sizes = {"next_n": 3, "compress_ratio": 4}
     lens = ops.mtp_seq_lens(starts, seq_lens, **sizes)

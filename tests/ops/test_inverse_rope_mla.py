@@ -1,4 +1,4 @@
-"""Sparse MLA whose output is rotated back: by hand, and against the two ops in sequence."""
+"""Sparse MLA with an inverse RoPE of its output: by hand, and against the two ops in sequence."""
 
 import math
 from typing import Any
@@ -21,11 +21,11 @@ from tests.support.sampled import sampled
 BF16, F32 = torch.bfloat16, torch.float32
 
 QUARTERS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-"""No turn at position 0, a quarter of one at position 1."""
+"""No rotation at position 0, and a quarter turn at position 1."""
 
 
 def attend(rows: list[list[float]], positions: list[int], table: Tensor, dtype: Any = F32) -> Any:
-    """One head of every token over all rows, which have equal weights."""
+    """Let every token's head attend to all rows with equal weights."""
     cache, tokens = torch.tensor([rows], dtype=dtype), len(positions)
     return ops.sparse_mla_decode(
         torch.zeros(tokens, 1, cache.shape[2], dtype=dtype),
@@ -41,7 +41,7 @@ def attend(rows: list[list[float]], positions: list[int], table: Tensor, dtype: 
 
 
 def test_a_quarter_turn_back() -> None:
-    """(2, 4) is (4, -2) a quarter back; the other values, lse and no position leave as they are."""
+    """(2, 4) becomes (4, -2) after a quarter turn back; other values and the lse do not change."""
     out, lse = attend([[7.0, 1.0, 3.0], [7.0, 3.0, 5.0]], [0, 1, 2, -1, 2**63 - 1], QUARTERS)
     kept = [[7.0, 2.0, 4.0]]
     assert out.tolist() == [kept, [[7.0, 4.0, -2.0]], kept, kept, kept]
@@ -49,17 +49,17 @@ def test_a_quarter_turn_back() -> None:
 
 
 def test_the_output_is_rounded_before_it_is_rotated_and_after() -> None:
-    """1 + 2^-8 is 1 in bf16; 1.5 times that 1.5, and not 1.5078125. Then (1 + 2^-7) 1.5 is between
-    1.5078125 and 1.515625."""
+    """1 + 2^-8 becomes 1 in bf16, and 1.5 times that is 1.5, not 1.5078125. 1.5 times (1 + 2^-7) is
+    between 1.5078125 and 1.515625."""
     table = torch.tensor([[1.5, 0.0]])
     assert attend([[1.0, 0.0], [1.0078125, 0.0]], [0], table, BF16).out.tolist() == [[[1.5, 0.0]]]
     out = attend([[1.0078125, 0.0]], [0], table, BF16).out
-    assert out.tolist() == [[[1.515625, 0.0]]]  # 1.51171875, to even
+    assert out.tolist() == [[[1.515625, 0.0]]]  # 1.51171875, rounded to even
 
 
 @pytest.mark.parametrize("name", ["sparse_mla_decode", "sparse_mla_decode_paged"])
 def test_it_is_the_two_ops_in_sequence(name: str) -> None:
-    """Bit for bit."""
+    """The bits are equal."""
     op, rotated_calls = OPS[name].op, [0]
 
     @sampled(100)
@@ -86,7 +86,7 @@ def test_it_is_the_two_ops_in_sequence(name: str) -> None:
 def test_a_layer_gives_the_bits_of_attention_and_rotation_apart(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padding tokens included; and the attention does differ by the rotation."""
+    """Padding tokens are equal too, and the rotation does change the attention output."""
     rows = layers.projected(layers.SmallLayer(kind, layers.SPEC), layers.hidden_states())[0]
     calls: list[tuple[Tensor, bool]] = []
 

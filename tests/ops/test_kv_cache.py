@@ -1,5 +1,5 @@
-"""What rows of the caches are quantised to, and what is read back: numbers by hand for the oracle,
-and every value against it. bf16 values are given by their bits."""
+"""Quantised rows of the caches, and rows read back: hand-computed numbers for the oracle, and every
+value against the oracle. bf16 values are given by their bits."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.oracles import kv as oracles
 
 CODES, BLOCK, WIDTH = 448, 64, 512
 ONE, ONE_CODE, ONE_SCALE = 0x3F80, 0x78, 119  # 1.0 is 256 * 2^-8
-# the first bf16 of a block, zeros behind -> scale byte, the first codes, zeros behind
+# first bf16 values of a block (then zeros) -> scale byte, first codes (then zeros)
 BLOCKS: dict[str, tuple[list[int], int, list[int]]] = {
     "worked example": ([0x4040, 0xBE9A, 0x3C24], 120, [0x7C, 0xE2, 0x3A]),
     "zeros": ([], 105, []),
@@ -57,7 +57,7 @@ READS: dict[int, dict[int, int]] = {
     | {0x01: 0x3B00, 0x07: 0x3C60, 0x7F: oracles.NAN, 0xFF: oracles.NAN},
     120: {0x7C: 0x4040, 0xE2: 0xBEA0, 0x3A: 0x3C20},  # 3.0, -0.3125, 0.009765625
     105: {0x01: 0x3000},
-    # 256 * 2^120 and more is no bf16
+    # 256 * 2^120 and more exceed bf16
     247: {0x7E: 0x7F80, 0xFE: 0xFF80, 0x78: 0x7F80, 0x77: 0x7F70, 0x7F: oracles.NAN},
     254: {0x38: 0x7F00, 0x40: 0x7F80},
     255: {0x38: 0x7F80, 0x81: 0xFF80, 0x00: oracles.NAN, 0x80: oracles.NAN},  # times infinity
@@ -79,7 +79,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def row_of(block: list[int], at: int) -> list[int]:
-    """A row of ones with ``block`` as block number ``at``."""
+    """Return a row of ones with ``block`` as its block number ``at``."""
     row = [ONE] * CODES + ROPE
     row[at * BLOCK : (at + 1) * BLOCK] = block + [0] * (BLOCK - len(block))
     return row
@@ -113,7 +113,7 @@ def test_every_magnitude_gets_the_scale_and_code_of_the_oracle() -> None:
 
 
 def test_every_third_magnitude_in_the_cache_of_the_indexer() -> None:
-    """At every place of a row of 128."""
+    """Values are at every place of a row of 128 values."""
     values = list(range(0, 1 << 16, 3))
     rows, places = torch.arange(len(values)), torch.arange(len(values)) % 128
     k = torch.zeros(len(values), 128, dtype=torch.int16)
@@ -146,7 +146,7 @@ def test_every_value_under_a_scale_gets_the_code_of_the_oracle(scale: int) -> No
 
 def test_every_code_under_every_scale_is_read_like_the_oracle() -> None:
     cache = torch.zeros(3, 37440, dtype=torch.uint8)
-    blocks = torch.arange(3 * 64 * 7)  # four blocks to a scale
+    blocks = torch.arange(3 * 64 * 7)  # four blocks have one scale
     data, scales = cache[:, :36864].view(3, 64, 576), cache[:, 36864:37376].view(3, 64, 8)
     codes = (blocks[:, None] % 4 * 64 + torch.arange(64)).to(torch.uint8)
     data[:, :, :CODES] = codes.view(3, 64, CODES)
@@ -163,7 +163,7 @@ def test_every_code_under_every_scale_is_read_like_the_oracle() -> None:
 
 
 def test_a_cache_of_more_than_two_gigabytes() -> None:
-    memory = torch.empty(9 * 2**28, dtype=torch.uint8)  # reserved: only block 8 is ever touched
+    memory = torch.empty(9 * 2**28, dtype=torch.uint8)  # only block 8 is ever written
     cache = memory.as_strided((9, 1728), (2**28, 1))
     k = bf16([row_of([], 0)])
     ops.quantize_and_insert_k_cache(k, cache, i64([17]), block_size=2)

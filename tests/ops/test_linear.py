@@ -1,4 +1,4 @@
-"""FP8 linear layers: codes of the official recipe, scales, groups, and what compiled code keeps."""
+"""FP8 linear layers: codes of the official recipe, scales, groups, and memory of compiled code."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def bf16(*shape):
 @sampled(40)
 @given(testing.op_testing("quantize_rows").strategy(settings=OFFICIAL))
 def test_codes_of_the_official_recipe_are_those_of_the_oracle(case):
-    """Its lower bound of 1e-4 is the smallest scale of the caches, 2^-22."""
+    """The recipe's lower bound of 1e-4 gives the smallest scale of the caches, 2^-22."""
     values, scales = case.run(ops.quantize_rows)
     for row, codes, bytes_of_row in zip(
         patterns(case.tensors[0]),
@@ -53,7 +53,7 @@ def test_w8a8_is_the_product_of_what_quantize_rows_returns():
 
 def test_scales_are_the_bytes_of_e8m0_or_its_values():
     x, (weight, scale) = bf16(3, 128), weight_and_scale(256, 128)
-    scale[0] = torch.tensor([0])  # 2^-127, which float32 has as a subnormal
+    scale[0] = torch.tensor([0])  # 2^-127 is a subnormal float32
     loaded = scale.view(torch.float8_e8m0fnu)
     by_bytes = ops.fp8_linear(x, weight, loaded.view(torch.uint8))
     assert torch.equal(by_bytes, ops.fp8_linear(x, weight, loaded.float()))
@@ -69,7 +69,7 @@ def test_a_scale_of_nan_stays_in_its_outputs():
 
 
 def test_norm_quantisation_and_product_compile_to_one_graph():
-    """The norm is fused with the quantisation; no op of ours is left."""
+    """The norm is fused with the quantisation; the graph contains no op of ours."""
     weight, scale = weight_and_scale(128, 256)
 
     def layer(x, gamma):

@@ -1,4 +1,4 @@
-"""Dense MLA: rows, offsets, absorption and decode, by numbers and against plain Python."""
+"""Dense MLA: rows, offsets, absorption and decode, against numbers and plain Python."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_absorbed_scores_and_values_are_those_of_expanded_keys():
 
 
 class Scaled(nn.Module):
-    """A layer that stores its weight in its own way."""
+    """A layer that stores its weight in a form of its own."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_weights_of_any_linear_layer():
 
 
 def test_weights_in_blocks_of_codes():
-    """A scale for 128 by 128 values, at the ends fewer: 130 rows of 2 heads, 129 columns."""
+    """A scale has 128 x 128 values, at the ends fewer: 2 heads are 130 rows of 129 columns."""
     codes = torch.full((130, 129), 2.0).to(E4M3)
     scale = torch.tensor([[1.0, 0.5], [3.0, 5.0]])
     sizes = {"num_heads": 2, "qk_nope_head_dim": 64, "v_head_dim": 1}
@@ -82,12 +82,12 @@ def test_weights_in_blocks_of_codes():
     assert (w_uk_t.dtype, w_uk_t.shape, w_uv.shape) == (BF16, (2, 64, 129), (2, 129, 1))
     assert w_uk_t[0, :, 127].unique().tolist() == [2.0]
     assert w_uk_t[0, :, 128].unique().tolist() == [1.0]
-    assert w_uk_t[1, 62:, 0].tolist() == [2.0, 6.0]  # row 128, that of the second block
+    assert w_uk_t[1, 62:, 0].tolist() == [2.0, 6.0]  # row 128 is in the second block
     assert w_uv[1, [0, 127, 128], 0].tolist() == [6.0, 6.0, 10.0]
 
 
 def quantized_by_vllm(x):
-    """``dynamic_per_batched_tensor_quant``: the scale and the products have the dtype of x."""
+    """Quantise as ``dynamic_per_batched_tensor_quant``: scale and products have the dtype of x."""
     least, most = x.aminmax()
     scale = 448.0 / torch.maximum(least.abs(), most.abs()).clamp(min=1e-10)
     codes = (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
@@ -98,7 +98,7 @@ def quantized_by_vllm(x):
     ("dtype", "codes", "scales"), [(torch.float32, 0.0, 2**-22), (torch.bfloat16, 0.08, 2**-7)]
 )
 def test_how_far_vllm_is_from_one_scale_in_float32(dtype, codes, scales):
-    """As the docstring says; at some seed by more than half of that."""
+    """The docstring states these bounds; some seed reaches more than half of them."""
     generator, far = torch.Generator().manual_seed(0), 0.0
     for _ in range(40):
         scale = torch.rand(1, generator=generator).exp2()
@@ -140,7 +140,7 @@ def test_decode_of_two_query_tokens():
 
 @pytest.mark.parametrize("value", [1e4, -1e4, 0.0])
 def test_logits_of_any_size_and_all_alike(value):
-    """Keys of several steps of the loop, and one more than that."""
+    """The keys take several steps of the loop, or one key more."""
     count = 2 * KEYS_AT_A_TIME + 1
     cache = torch.full((count, 1, 2), 1.0)
     table = torch.arange(count, dtype=torch.int32)[None]
@@ -153,7 +153,7 @@ def test_logits_of_any_size_and_all_alike(value):
 
 
 def test_selected_rows_have_their_weights():
-    """Rows 1 and 5 with logits 0 and log 3, alike for the second head; sinks of log 12 and 2."""
+    """Rows 1 and 5 have logits 0 and log 3, or equal ones in head 2; sinks are log 12, log 2."""
     _, cache, *_ = worked_decode()
     q = torch.tensor([[[0.0, math.log(3)], [0.0, 0.0]]])
     settings = {"softmax_scale": 1.0, "block_size": 2, "kv_lora_rank": 1}
@@ -165,7 +165,7 @@ def test_selected_rows_have_their_weights():
 
 
 class MaxNumel(TorchDispatchMode):
-    """Most values of a result of an op inside."""
+    """Records the maximum number of values in a result of an op."""
 
     def __init__(self) -> None:
         super().__init__()

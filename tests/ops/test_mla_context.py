@@ -1,4 +1,4 @@
-"""Contexts in chunks: the plan on the device and on the host, attention of a chunk, and merges."""
+"""Contexts in chunks: plans on device and host, attention of a chunk, and merges."""
 
 import math
 from itertools import pairwise
@@ -34,7 +34,7 @@ def context_of(random: Random) -> list[int]:
 
 
 def has_blocks(settings: dict, num_reqs: int) -> bool:
-    """Whether there is a block, and a round of the ranks, for every request."""
+    """Return whether every request has a block, and a round of the ranks."""
     ranks = settings["cp_world_size"]
     round_ = ranks * settings["cp_interleave"] if ranks > 1 else 1
     least = math.lcm(settings["block_size"], round_) * max(1, num_reqs)
@@ -44,7 +44,7 @@ def has_blocks(settings: dict, num_reqs: int) -> bool:
 def device_plan(
     lens: list[int], max_chunks: int, settings: dict
 ) -> list[list[tuple[int, int, int]]]:
-    """The plan of the op as the host has it."""
+    """Return the op's plan in the form of the host's."""
     chunks = ops.context_chunks(strided(i32(lens)), max_chunks=max_chunks, **settings)
     plan = []
     lists = chunks.local_starts.tolist(), chunks.cu_seq_lens.tolist()
@@ -64,7 +64,7 @@ def device_plan(
 
 
 def test_the_plans_on_host_and_device_are_one() -> None:
-    """And every position is in it once, in order, within the budget, in no more chunks than the
+    """The chunks have every position once, in order, within the budget, and not more chunks than
     sizes allow."""
     for seed in range(2000 if NIGHTLY else 300):
         random = Random(seed)
@@ -98,7 +98,7 @@ def test_one_long_context_among_many_short_ones() -> None:
 
 
 def test_many_long_contexts() -> None:
-    """Their prefix sums are beyond int32: 16383 requests of 2**20 tokens."""
+    """16383 requests of 2**20 tokens have prefix sums beyond int32."""
     chunks = call(ops.context_chunks, i32([2**20] * 16383), workspace_rows=2**31 - 1, max_chunks=9)
     assert chunks.num_chunks.tolist() == [8]
     last = 16383 * 2**20 - 7 * (2**31 - 1)
@@ -135,7 +135,7 @@ def lses(*numbers: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("empty", [-INF, INF, NAN])
 def test_a_side_without_keys_is_the_other_one(empty: float) -> None:
-    """To the bit, whatever its output holds, and whichever side it is."""
+    """The result has the bits of the side with keys, whatever the other side holds."""
     torch.manual_seed(0)
     out, lse = torch.randn(5, 3, 8), torch.randn(5, 3) * 30
     for garbage in (NAN, INF, 1e38):
@@ -149,14 +149,14 @@ def test_a_side_without_keys_is_the_other_one(empty: float) -> None:
 
 
 def test_merges_of_large_log_sum_exps() -> None:
-    """Logits of 1e4 and more, which no exp holds."""
+    """Logits of 1e4 and more exceed the range of exp."""
     parts = values(2.0, 2.0), lses(1e4, -1e4), values(4.0, 4.0), lses(1e4, 1e4)
     merged = ops.merge_attn_states(*parts)
     torch.testing.assert_close(merged, (values(3.0, 4.0), lses(1e4 + LN[2], 1e4)))
 
 
 def test_a_value_of_nan_is_of_those_that_see_it() -> None:
-    """Of three causal queries the last one alone sees it."""
+    """Of three causal queries, only the last sees the NaN."""
     tensors = unlike_values(torch.float32)
     out, lse = ops.mla_prefill(*tensors, softmax_scale=1.0, causal=True)
     assert out[:2].flatten().tolist() == [2.0, 3.0]
@@ -166,7 +166,7 @@ def test_a_value_of_nan_is_of_those_that_see_it() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_stays_in_its_request(causal: bool) -> None:
-    """A key and a value of the second of three requests are NaN: the others' bits are the same."""
+    """A key and a value of the second of three requests are NaN: the others keep their bits."""
     seed = torch.Generator().manual_seed(0)
     clean = ragged_prefill(seed, [(3, 5), (4, 4), (2, 6)], dtype=torch.float32)
     spoiled = [each.clone() for each in clean]

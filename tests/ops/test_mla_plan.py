@@ -24,7 +24,7 @@ def plan_of(swa: list[int], extra: list[int] | None = None, **sizes: int) -> lis
 
 
 def test_the_default_is_an_h200() -> None:
-    """132 programs, of 128 heads 66: 1320 blocks are ten each, or twenty."""
+    """An H200 has 132 programs, or 66 of 128 heads: 1320 blocks are ten or twenty per program."""
     lens = i32([1320 * 64])
     assert ops.sparse_mla_plan(lens, num_heads=64)[:132, 2].unique().tolist() == [132]
     assert ops.sparse_mla_plan(lens, num_heads=128)[:66, 2].unique().tolist() == [66]
@@ -42,7 +42,7 @@ def test_the_default_is_an_h200() -> None:
 def test_properties(
     lens: list[tuple[int, int]], window_only: bool, num_heads: int, num_programs: int
 ) -> None:
-    """Exactly the splits of every token, none above the size; capacity that the kernel has."""
+    """All splits of every token occur, none exceeds the size, and partial results fit."""
     swa, extra = [length for length, _ in lens], [length for _, length in lens]
     more = None if window_only else extra
     rows = plan_of(swa, more, num_heads=num_heads, num_programs=num_programs)
@@ -62,7 +62,7 @@ def test_properties(
         splits = len(mine)
         assert mine == [[split, splits, mine[0][2]] for split in range(splits)]
         assert splits > 1 or mine[0][2] == 0
-        bounds = [count * split // splits for split in range(splits + 1)]  # as the kernel does
+        bounds = [count * split // splits for split in range(splits + 1)]  # as in the kernel
         assert all(right - left <= size for left, right in pairwise(bounds))
         if splits > 1:
             places = set(range(mine[0][2], mine[0][2] + splits))

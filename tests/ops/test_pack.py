@@ -1,4 +1,4 @@
-"""Ragged requests as a rectangle: dtypes, adversarial boundaries, and the way back."""
+"""Ragged requests as a rectangle: dtypes, adversarial boundaries, and unpacking."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 )  # fmt: skip
 @pytest.mark.parametrize("trailing", [(), (4,), (2, 3), (0,)])
 def test_unpacked_is_what_was_packed(dtype, trailing):
-    """Every bit of every row, as long as next_n covers the longest request; padding is zeros."""
+    """All bits of all rows return if next_n is at least the longest request; padding is zeros."""
     x = rows(11, *trailing, dtype=dtype)
     packed = ops.pack_seq(x, STARTS, next_n=5)
     assert packed.shape == (5, 5, *trailing)
@@ -59,7 +59,7 @@ ADVERSARIAL = (
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_adversarial_boundaries_read_nothing_outside(compiled):
-    """Every row that is found is a row of the input, between sentinels that are not."""
+    """Sentinels surround the input, and every row in the result is a row of the input."""
     torch._dynamo.reset()
     memory = torch.full((30,), -1.0)
     memory[10:19] = torch.arange(1.0, 10.0)
@@ -85,7 +85,7 @@ def test_adversarial_boundaries_read_nothing_outside(compiled):
     "dtype", [FP8, *nightly("codes", torch.bfloat16, torch.int32, torch.bool)], ids=str
 )
 def test_compiled_for_every_kind_of_dtype(dtype):
-    """One graph of one loop each way, for sizes that change."""
+    """Each direction is one graph with one loop, for sizes that change."""
     torch._dynamo.reset()
 
     def call(x, starts):

@@ -1,7 +1,5 @@
-"""Layouts of plain caches and states, rows that are copied bit for bit, and where they lie.
-
-bf16 and fp32 values are given by their bits.
-"""
+"""Layouts of plain caches and states, rows that are copied bit for bit, and their places. bf16 and
+fp32 values are given by their bits."""
 
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -78,7 +76,7 @@ OUTS = {
 
 @pytest.mark.parametrize("view", OUTS.values(), ids=OUTS)
 def test_rows_are_gathered_into_any_view(view: Any) -> None:
-    """Nothing of its memory changes but the rows, which are those of a dense tensor."""
+    """In the memory of the view only the rows change, to those of a dense result."""
     seed = torch.Generator().manual_seed(13)
     cache = torch.randint(0, 255, (4, 1728), generator=seed, dtype=torch.uint8)
     lens = i32([3, 0, 4, 1]), i32([2, 0, 3, 1]), i32([[2, 0], [1, 1], [3, 1], [0, 1]])
@@ -108,7 +106,7 @@ def test_a_signalling_nan_stays_one(dtype: torch.dtype, quiet: int) -> None:
 
 @pytest.mark.parametrize("stride", [(3, 12, 1), (16, 5, 1), (6, 3, 1)])
 def test_rows_may_be_in_any_order_in_memory(stride):
-    """Row by row of all blocks, with gaps behind rows and blocks, or dense."""
+    """Rows are ordered by row and then block, with gaps after rows and blocks, or are dense."""
     cache = torch.full((64,), 9.0).as_strided((4, 2, 3), stride)
     ops.insert_k_cache(torch.arange(6.0).view(2, 3), cache, i64([5, 2]))
     assert cache[2, 1].tolist() == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Norm, rotation and insert in one op: bytes of the cache, order of the writes, and the queries."""
+"""Norm, rotation and insert in one op: bytes of the cache, order of the writes, and queries."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def arguments(layout: str = "v4_fp8", heads: int = 3) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["v4_fp8", "plain"])
 def test_cache_has_the_bytes_of_the_oracle(layout):
-    """Every byte of the cache, over sampled batches with NaN, infinities and adversarial slots."""
+    """All bytes of the cache are equal, over batches with NaN, infinities and adversarial slots."""
     spec = OPS["qnorm_rope_kv_insert"]
     options = {"eps": 1e-6, "block_size": 2, "layout": layout}
 
@@ -112,7 +112,7 @@ def test_compiled_it_writes_the_cache_where_it_is(layout):
 
 @pytest.mark.slow
 def test_epsilon_is_a_constant_of_the_graph():
-    """A float that Dynamo would trace as a symbol, under dynamic shapes, for two values."""
+    """With dynamic shapes, Dynamo would trace a float as a symbol for a second value."""
     torch._dynamo.reset()
     for eps in (1e-6, 0.25):
 
@@ -125,7 +125,7 @@ def test_epsilon_is_a_constant_of_the_graph():
 
 
 def test_one_launch_covers_heads_and_keys():
-    """Programs of the launcher: four keys each, then four heads of a token each."""
+    """Programs of the launch have four keys each, then four heads of a token each."""
     pytest.importorskip("triton", reason="published for Linux only")
     from dsv4_ops.kernels.rope import qnorm_rope_insert
     from tests.support.launches import Launches

@@ -1,4 +1,4 @@
-"""The rotation: tables, pairs, the way back, and its FP8 form."""
+"""The rotation: tables, pairs, the inverse, and its FP8 form."""
 
 import math
 from itertools import product
@@ -26,7 +26,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def test_table_of_window_layers():
-    """theta 10000: pair 0 turns by a radian per position, pair 16 by a hundredth."""
+    """With theta 10000, pair 0 turns by a radian per position, and pair 16 by a hundredth."""
     table = ops.rope_cos_sin_cache(4096, theta=10000.0)
     assert table.shape == (4096, 64)
     assert table.dtype == torch.float32
@@ -37,8 +37,8 @@ def test_table_of_window_layers():
 
 
 def test_slowdowns_of_yarn():
-    """64 ln(65536 / 64 pi) / 2 ln(160000) is 15.45 and 64 ln(65536 / 2 pi) / 2 ln(160000) is 24.71:
-    pairs to 15 keep their frequency, those from 25 on have a sixteenth, a ramp between."""
+    """64 ln(65536 / 64 pi) / 2 ln(160000) is 15.45, and 64 ln(65536 / 2 pi) / 2 ln(160000) is
+    24.71: pairs up to 15 keep their frequency, from 25 on have a sixteenth, with a ramp between."""
     slowdowns = ops.YarnScaling().slowdowns(64, 160000.0)
     assert slowdowns[:16] == [1.0] * 16
     assert slowdowns[25:] == [0.0625] * 7
@@ -50,7 +50,7 @@ def test_slowdowns_of_yarn():
 
 
 def transformers_frequencies(base, dim, factor, original, fast, slow):
-    """YaRN as transformers words it: a blend of interpolated and extrapolated frequencies."""
+    """Compute YaRN in transformers' form: a blend of interpolated and extrapolated frequencies."""
 
     def correction(rotations):
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
@@ -71,7 +71,7 @@ def transformers_frequencies(base, dim, factor, original, fast, slow):
         (500000.0, 128, 8.0, 8192, 4.0, 1.0),
         (1000.0, 8, 2.0, 300, 64.0, 0.5),
         (1.5, 64, 4.0, 10**9, 32.0, 1.0),  # the ramp begins past the last pair
-        (10000.0, 64, 4.0, 2, 32.0, 1.0),  # and ends before the first
+        (10000.0, 64, 4.0, 2, 32.0, 1.0),  # the ramp ends before the first pair
     ],
 )
 def test_table_is_that_of_transformers(numbers):
@@ -91,7 +91,7 @@ def test_a_ramp_of_no_width_is_a_step():
 
 
 def test_late_positions_have_exact_angles():
-    """A float32 angle at position 1048575 is off by up to 0.03; ours is right to the last bit."""
+    """At 1048575 a float32 angle is off by up to 0.03; our table is right to the last bit."""
     late = 2**20 - 1
     row = ops.rope_cos_sin_cache(late + 1, theta=10000.0, rope_dim=4)[late].tolist()
     angles = [float(late), late / 100]
@@ -107,7 +107,7 @@ def test_table_on_a_device():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rotation_is_float32_with_one_cast(dtype):
-    """Bit for bit against Python numbers: two rounded products, a rounded sum, and the cast."""
+    """The bits equal two rounded products, a rounded sum, and the cast, in Python numbers."""
     table, x = ops.rope_cos_sin_cache(70000, **YARN), normal(9, 96, seed=1, dtype=dtype)
     positions = i64([0, 1, 2, 127, 128, 65535, 69999, 70000, -1])
     actual = ops.apply_rope(x, positions, table).tolist()
@@ -125,7 +125,7 @@ LAYOUTS = ("row", "column_padded", "ue8m0_packed")
 
 @pytest.mark.parametrize("scale_layout", LAYOUTS)
 def test_fp8_form_has_the_bytes_of_the_oracle(scale_layout):
-    """Codes and scales of the bf16 rows of ``inverse_rope_group``, adversarial values included."""
+    """Codes and scales equal those of ``inverse_rope_group``'s bf16 rows; some are adversarial."""
     options = {"num_groups": 2, "scale_layout": scale_layout}
 
     @sampled(40)
@@ -153,11 +153,11 @@ def test_fp8_form_has_the_bytes_of_the_oracle(scale_layout):
 
 @pytest.mark.slow
 def test_rotation_compiles_to_one_loop():
-    """No copy, no concatenation: a single kernel for a producer, the rotation and a consumer."""
+    """A producer, the rotation and a consumer are one kernel, without copy or concatenation."""
     torch._dynamo.reset()
 
     def call(x, where, table):
-        return -ops.apply_rope(x * 2, where, table)  # exact, however it is rounded between
+        return -ops.apply_rope(x * 2, where, table)  # exact, whatever is rounded between
 
     arguments = (normal(5, 4, 512), torch.arange(5), ops.rope_cos_sin_cache(9, **YARN))
     compiled = torch.compile(call, fullgraph=True)
@@ -171,7 +171,7 @@ def test_rotation_compiles_to_one_loop():
     ("dtype", "bits"), [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)]
 )
 def test_precise_is_tight(dtype, bits):
-    """A few units in the last place more than a rounding are noticed."""
+    """An error of a few units in the last place more than a rounding is noticed."""
     x, table = normal(4, 1, 128, dtype=dtype), ops.rope_cos_sin_cache(9, **YARN)
     case = testing.Case("called", (x, torch.arange(4), table), {"inverse": False})
     rotated = ops.apply_rope(*case.tensors)

@@ -1,5 +1,5 @@
-"""Sparse MLA beyond the contract: two keys by hand, what NaN in queries reaches, and that the
-contract's budget is tight."""
+"""Sparse MLA beyond the contract: two keys by hand, effects of NaN in queries, and the tightness of
+the contract's budget."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 
 INF, NAN = math.inf, math.nan
 CACHE = torch.tensor([[[0.0, 8.0], [math.log(3), 16.0]]])
-"""With the query (1, 0) the logits are 0 and ln 3."""
+"""With the query (1, 0), the logits are 0 and ln 3."""
 SETTINGS = {"softmax_scale": 1.0, "swa_block_size": 2, "layout": "plain"}
 
 
@@ -30,7 +30,7 @@ def attend(
 
 @pytest.mark.parametrize(("sink", "share"), [(None, 1), (-INF, 1), (math.log(4), 0.5), (INF, 0)])
 def test_two_keys(sink: float | None, share: float) -> None:
-    """Weights 1/4 and 3/4, of which a sink of ln 4 takes half; it is not in the lse."""
+    """The weights are 1/4 and 3/4. A sink of ln 4 takes half of both, and is not in the lse."""
     q, sinks = torch.tensor([[[1.0, 0.0]]]), None if sink is None else [sink]
     out, lse = attend(q, [[0, 1]], [2], sinks)
     torch.testing.assert_close(out[0, 0], torch.tensor([0.75 * math.log(3), 14.0]) * share)
@@ -39,7 +39,7 @@ def test_two_keys(sink: float | None, share: float) -> None:
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_a_query_that_is_not_finite_spoils_its_own_row(bad: float) -> None:
-    """Of one token, or of one head."""
+    """A row is a token, or a head of a token."""
     q = torch.randn(3, 3, 2, generator=torch.Generator().manual_seed(0))
     lists = [[0, 1]] * 3, [2, 2, 1]
     expected, kept = attend(q, *lists), [0, 2]

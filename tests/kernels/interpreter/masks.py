@@ -68,7 +68,7 @@ def _known_dtype(find: Any) -> Any:
 
 
 def _quick_bf16(convert: Any) -> Any:
-    """bfloat16 is the upper half of float32."""
+    """A bfloat16 value is the upper half of a float32 value."""
 
     def call(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
         if (given, wanted) != (tl.bfloat16, tl.float32):
@@ -87,7 +87,7 @@ def _asserted(check: Any) -> Any:
 
 
 def _quick_block(make: Any) -> Any:
-    """Equal types have equal attributes; ``made_of`` is what makes them equal."""
+    """Types with equal ``made_of`` share their attributes."""
     known: dict[Any, dict[str, Any]] = {}
 
     def call(self: Any, element: Any, shape: Any) -> None:

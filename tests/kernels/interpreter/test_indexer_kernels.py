@@ -1,4 +1,4 @@
-"""The indexer's kernels in Triton's interpreter, where their scratch rows are small."""
+"""The indexer's kernels in Triton's interpreter, with small scratch rows."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from tests.support.launches import Launches
 
 @pytest.mark.parametrize(
     ("tokens", "grouped", "parts"),
-    # 396 programs are 49, 6, 1 and 0 for each token; the lists of 8 and fewer are merged at once
+    # 396 programs are 49, 6, 1 and 0 per token; up to 8 lists are merged at once
     [(8, 64, 8), (66, 1, 66), (200, 1, 1), (400, 1, 1)],
 )
 def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
-    """A graph for any number of tokens merges for all of them, or launches one program where that
-    number turns out to leave nothing to merge."""
+    """A graph for any number of tokens launches merges for all tokens, or one program if at run
+    time nothing has to be merged."""
     logits, lens = torch.empty(tokens, 200_000), torch.empty(tokens, dtype=torch.int32)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         fakes = [mode.from_tensor(each, static_shapes=False) for each in (logits, lens)]
@@ -43,7 +43,7 @@ def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
     ],
 )
 def test_rows_of_tokens_are_a_view_of_one_row_a_token(name, kernel, dtype, settings):
-    """Six rows of four tokens: the programs of 24 tokens, over the caller's own memory."""
+    """Six requests with four tokens run as 24 tokens, without a copy of the caller's memory."""
     layout = IndexerLayout(64)
     places, tables = torch.zeros(6, 4, dtype=dtype), torch.zeros(6, 8, dtype=torch.int32)
     queries = (torch.empty(24, 64, 128).to(torch.float8_e4m3fn), torch.empty(24, 64))

@@ -1,4 +1,4 @@
-"""Kernels without a GPU: their logic in Triton's interpreter, their cubins for sm_90."""
+"""Kernels without a GPU: their results in Triton's interpreter, and their cubins for sm_90."""
 
 import re
 from dataclasses import replace
@@ -19,19 +19,19 @@ KERNEL_OPS = {name for name, spec in OPS.items() if spec.has_kernel}
 
 @pytest.mark.slow
 def test_kernels_equal_their_references_in_the_interpreter():
-    """Bytes and bits exactly, over sampled batches. The e4m3 cast of the hardware is only checked
-    on a GPU: the interpreter takes an integer one."""
+    """Bytes and bits are equal, over sampled batches. The interpreter converts e4m3 codes by
+    integers, so only a GPU checks the hardware's cast."""
     assert interpreted("12" if NIGHTLY else "1") == KERNEL_OPS - {"sparse_mla_gathered"}
 
 
 def interpreted(examples, *names):
-    """The ops whose kernels were right."""
+    """Return the ops whose kernels were right."""
     script = Path(__file__).parent / "interpret_kernels.py"
     return {line.split()[0] for line in forked.interpreted(script, examples, *names)}
 
 
-# kernels that keep as many bytes under way in registers as other programs would add: 14 warps or
-# more per SM (Triton 3.7 takes more registers than 3.6: 12 where a combine rotates, 128 to 167)
+# kernels whose registers hold as many bytes in flight as more programs would: 14 warps or more
+# per SM (with an inverse RoPE, Triton 3.7 uses 128 to 167 registers, which is 12 warps)
 BYTES_IN_REGISTERS = {
     "compress_and_insert_kernel",
     "insert_c4_step_kernel",
@@ -40,7 +40,7 @@ BYTES_IN_REGISTERS = {
     "stream_ends_kernel",
 }
 
-# kernels that hold a tile of products, or the keys that they select from; two programs per SM
+# kernels that hold a tile of products, or the keys that they select from: two programs per SM
 TILES_IN_REGISTERS = {
     "cp_topk_kernel", "down_by_blocks_kernel", "expert_counts_kernel", "expert_plan_kernel",
     "fp8_block_kernel", "gate_up_by_blocks_kernel", "indexer_logits_kernel",
@@ -48,8 +48,8 @@ TILES_IN_REGISTERS = {
     "score_keys_kernel", "select_keys_kernel", "select_logits_kernel", "stream_products_kernel",
 }  # fmt: skip
 
-# kernels of which an SM holds one program: sums, or keys to merge, fill its registers; or there is
-# only one program
+# kernels with one program per SM: sums, or keys to merge, fill its registers; or the grid has only
+# one program
 ONE_PER_SM = {
     "down_kernel", "fp8_linear_kernel", "gate_up_kernel", "hopper_gathered_keys_kernel",
     "hopper_mla_decode_kernel", "hopper_prefill_keys_kernel", "hopper_split_keys_kernel",
@@ -65,7 +65,7 @@ SMALLEST = [
     "quantize_and_insert_indexer_k",
     "save_compressor_states",
 ]
-"""Kernels that the interpreter runs in a second or two: part of `make check`."""
+"""Ops whose kernels the interpreter runs in a second or two: part of `make check`."""
 
 
 @pytest.mark.check
@@ -78,7 +78,7 @@ FEW = ("compress_and_insert", "gather_indexer_k", "indexer_logits", "mla_prefill
 
 
 def launched():
-    """Launches by example."""
+    """Return the launches of each example."""
     from dsv4_ops.cli import kernels
 
     return {
@@ -88,7 +88,7 @@ def launched():
 
 
 def one_of_each_kernel(launches):
-    """Examples whose launches have every kernel, each of which brings one that no other has."""
+    """Return examples that together launch every kernel; each adds a kernel to those before."""
     chosen, seen = {}, set()
     for name, found in launches.items():
         names = {launch.kernel.__name__ for launch in found}
@@ -110,8 +110,8 @@ def test_examples_launch_every_kernel():
 @pytest.mark.smoke
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_kernel_spills_registers(part, monkeypatch):
-    """As each release of Triton compiles it: `make lanes` and `make kernels` have every variant,
-    `make smoke` one of each kernel, `make test` one of each kind of limit."""
+    """Each release of Triton compiles them: `make lanes` and `make kernels` every variant, `make
+    smoke` one of each kernel, `make test` one for each kind of limit."""
     from dsv4_ops.cli import kernels
 
     chosen = launched()
@@ -144,7 +144,7 @@ def test_no_kernel_spills_registers(part, monkeypatch):
 @pytest.mark.smoke
 @pytest.mark.skipif(not (SMOKE or NIGHTLY), reason="in make smoke, on the Triton of GPUs")
 def test_code_tiles_take_four_words_of_a_thread_that_are_side_by_side():
-    """Their assembly has four words of one scale at a time, which depends on Triton's layout."""
+    """The assembly reads four words of one scale at a time, which depends on Triton's layout."""
     from dsv4_ops.cli import kernels
     from dsv4_ops.kernels.aot import compile
     from dsv4_ops.kernels.aot.compile import Argument
@@ -165,7 +165,7 @@ def test_code_tiles_take_four_words_of_a_thread_that_are_side_by_side():
             assert held, f"{layout} of {module[:2000]}"
             blocked = "sizePerThread = [1, 4]" in held[1] and "order = [1, 0]" in held[1]
             assert blocked or "register = [[0, 1], [0, 2]," in held[1], f"{name}: {held[1]}"
-    # two of a step, of one block and of two
+    # two per step, for one block and for two
     products = {"gate_up_kernel": 4, "down_kernel": 4}
     assert found == {**products, "gate_up_by_blocks_kernel": 1, "down_by_blocks_kernel": 1}
 
@@ -185,7 +185,7 @@ def test_kernels_prints_a_table(capsys, monkeypatch):
     monkeypatch.setattr(kernels, "report", lambda capability, progress: [made])
     assert main(["kernels"]) == 0
     assert "some_kernel" in capsys.readouterr().out
-    spilled = kernels.OTHER_SPILLS  # allowed on other GPUs than Hopper
+    spilled = kernels.OTHER_SPILLS  # the allowed bytes on GPUs other than Hopper
     monkeypatch.setattr(kernels, "report", lambda capability, progress: [made, spilling])
     spilling = kernels.KernelReport("op", "other_kernel", 4, 255, spilled, 128)
     assert main(["kernels", "--targets", "80,100"]) == 0

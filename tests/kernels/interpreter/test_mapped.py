@@ -1,5 +1,5 @@
-"""Merges and gathers of ranks in each other's memory: in Triton's interpreter, a process a rank,
-and as what is compiled for Hopper."""
+"""Merges and gathers of ranks in each other's memory: in Triton's interpreter, with a process per
+rank, and compiled for Hopper."""
 
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ MORE = pytest.mark.nightly("other tiles")
     "world", [2, *(pytest.param(each, marks=SEVERAL_FLAGS) for each in (3, 4))]
 )
 def test_ranks_work_in_each_others_memory(world: int, tmp_path: Path) -> None:
-    """Calls of changing shapes, twice, as counts go on where they were; gathers byte for byte,
-    between merges that take the same memory."""
+    """Calls have changing shapes, and run twice, because counters continue. Gathers are equal byte
+    for byte, between merges in the same memory."""
     run_mapped(world, tmp_path)
 
 
 def compiled_for_hopper(launch: Any) -> tuple[Any, str]:
-    """The grid and the PTX of the kernel that ``launch`` launches. Two programs fit an SM, so that
-    all run at once on an H100, and what waits and what is waited for is ordered for all GPUs."""
+    """Return grid and PTX of the kernel that ``launch`` launches. An SM holds two programs, so that
+    all run at once on an H100, and flags are written and read in order for all GPUs."""
     from dsv4_ops.cli import kernels
     from dsv4_ops.kernels.launcher import Launcher
 
@@ -101,4 +101,4 @@ def test_gather_moves_16_bytes_and_spills_no_registers(
     for each, given in zip(gathered, parts, strict=True):
         assert each.shape[dim] == world * given.shape[dim]
     assert "st.global.v2.b64" in ptx
-    assert "st.global.b64" not in ptx  # of whole vectors only
+    assert "st.global.b64" not in ptx  # every store is a whole vector

@@ -1,5 +1,5 @@
-"""What sampled calls are too small for, in Triton's interpreter: each script runs in a process of
-its own, and prints what was right."""
+"""Kernels in Triton's interpreter, at sizes beyond those of sampled calls: each script runs in a
+process of its own, and prints what was right."""
 
 from pathlib import Path
 
@@ -14,13 +14,13 @@ DECODES = ("sparse_mla_decode", "sparse_mla_decode_paged")
 
 
 def passed_in(script: str, *arguments: str) -> list[str]:
-    """What has passed, line by line."""
+    """Return the lines that a script printed, one per check that passed."""
     return forked.interpreted(Path(__file__).parent / script, *arguments)
 
 
 def test_every_value_and_every_code_by_integers() -> None:
-    """All bf16 values and the ties between codes become the codes of torch's cast; all codes, with
-    all scales that are written, the values of torch's. GPUs before 8.9 compute as this does."""
+    """All bf16 values, and the ties between codes, become the codes of torch's cast; all codes,
+    with all scales that inserts write, become torch's values. GPUs before 8.9 convert like this."""
     counted = 65536 + 6 * 127 + 256 + 256 * len(range(105, 248))
     assert passed_in("interpret_codes.py") == [str(counted)]
 
@@ -32,21 +32,21 @@ def test_programs_of_the_compressor_that_scan_many_tokens() -> None:
 
 
 def test_the_tiles_of_mla_prefill_for_every_gpu() -> None:
-    """Requests of more queries and keys than a tile, without queries or keys, padding of NaN; and
-    keys and values of one request that are NaN leave the bits of the others."""
+    """Requests have more queries and keys than a tile, or none, and padding of NaN. Keys and values
+    of NaN in one request change no bit of the others."""
     tiles = ["128 64 2 8", "64 32 2 4"]
     found = passed_in("interpret_context.py", *["thorough"] * NIGHTLY)
     assert found == (tiles if NIGHTLY else tiles[1:])
 
 
 def test_dense_rows_of_all_layouts_and_plans() -> None:
-    """Most named cases have narrower rows than the kernel takes."""
+    """Most named cases have narrower rows than the kernel supports."""
     assert passed_in("interpret_dense_mla.py", *["thorough"] * NIGHTLY)[-1] == "rows of NaN"
 
 
 def test_experts_in_blocks_of_every_size() -> None:
-    """Of FP4, scales included whose rows kernels cannot load as words, and of bf16; and the plan of
-    many rows, which samples of the contract are too small for."""
+    """FP4 experts include scales whose rows kernels cannot load as words. Bf16 experts run, too,
+    and the plan of more rows than the contract samples."""
     arguments = ["thorough"] * NIGHTLY
     blocks = ["16", "32", "64", "128"] if NIGHTLY else ["16", "64"]
     assert passed_in("interpret_experts.py", *arguments) == blocks
