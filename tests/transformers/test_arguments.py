@@ -1,5 +1,5 @@
-"""Public functions given a value of a wrong type or size in any argument: one clear error, before
-anything is run or loaded."""
+"""Public functions with a value of a wrong type or size in any argument: they raise one clear error
+before anything runs or loads."""
 
 import functools
 import re
@@ -52,11 +52,11 @@ ACCEPTED = {
      | {"host": "str", "dtype": "", "device": "None", "compile": "None function",
      "on_progress": "function"},
 }  # fmt: skip
-"""Values that an argument takes; all others are refused."""
+"""Values that an argument accepts; all others are refused."""
 
 
 class Passed(Exception):
-    """All checks have passed."""
+    """Raised after all checks have passed."""
 
 
 def passed(*_, **__):
@@ -79,7 +79,7 @@ def cache_of():
 
 
 def call(op, name, value, folder):
-    """Call a public function with a value in one argument and valid ones in all others."""
+    """Call a public function with this value in one argument, and valid values in all others."""
     one = {name: value}
     if op == "patch":
         v4.patch(**{"model": small_mla_model(num_hidden_layers=1), **one})
@@ -128,7 +128,7 @@ def test_values_of_any_other_kind_are_refused(op, name, tmp_path, monkeypatch):
 
 
 def outcome(op, name, value, folder):
-    """Call a function; return the text of its error, whose form is checked."""
+    """Call a function; check the form of its error, and return the text."""
     try:
         call(op, name, value, folder)
     except Passed:

@@ -36,7 +36,7 @@ MAKERS = {
     "v3": functools.partial(small_mla_model, num_hidden_layers=1),
 }
 LONGEST = {"v4": 253, "v3": 61}
-"""Length of the longest prompts, whose answers begin another block."""
+"""Length of the longest prompts, so that answers begin another block."""
 NEW = 6
 
 
@@ -48,7 +48,7 @@ def patched(name):
 
 
 def prompts_of(count, longest=20, seed=0):
-    """Every eleventh is of the length ``longest``."""
+    """Make prompts, of which every eleventh has the length ``longest``."""
     rng = random.Random(seed)
     lengths = (20, 1, 9, 20, 1, longest, 9, 1, 5, 1, 9)
     return [[rng.randrange(3, 256) for _ in range(lengths[n % 11])] for n in range(count)]
@@ -62,7 +62,7 @@ def settings(new=NEW, **rest):
 
 
 def expected(model, prompts, new=NEW):
-    """New tokens of each prompt from ``generate``, in a call for all of the same length."""
+    """Return the new tokens of ``generate`` for each prompt, by one call per length."""
     answers = {}
     for length in {len(prompt) for prompt in prompts}:
         some = [prompt for prompt in prompts if len(prompt) == length]
@@ -85,7 +85,7 @@ def manager_of(model, new=NEW, hints=None, generation=None, **config):
 
 @pytest.fixture(autouse=True)
 def stopped(monkeypatch):
-    """A manager that a failed test leaves running would keep the process."""
+    """Stop managers that a failed test leaves running; otherwise the process would not end."""
     made, before = [], batching.Manager.__init__
 
     def init(self, *args):
@@ -101,7 +101,7 @@ def stopped(monkeypatch):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Sizes of all steps: tokens, and the blocks that are free then."""
+    """Record every step: its number of tokens, and the number of free blocks."""
     sizes, before = [], batching.StepModel.__call__
 
     def called(self, **inputs):
@@ -125,7 +125,7 @@ SAME = pytest.mark.nightly("the same of V3, and of V4 with one scheduler")
     ],
 )
 def test_each_request_gets_the_tokens_of_generate(name, scheduler, steps, caches):
-    """Blocks run out: a request gives its blocks away and begins anew."""
+    """Blocks run out: a request gives its blocks to others, and starts again."""
     model, prompts = patched(name), prompts_of(12, LONGEST[name[:2]])
     config = sizes(num_blocks=3, scheduler_type=scheduler)
     results = model.generate_batch(prompts, settings(), config)
@@ -141,7 +141,7 @@ def test_each_request_gets_the_tokens_of_generate(name, scheduler, steps, caches
 
 @pytest.mark.parametrize("count", [21, *nightly("the same of 21 requests", 200)])
 def test_requests_come_go_and_stream(count, caches):
-    """A third is cancelled after its first token; memory stays what it was."""
+    """A third of the requests is cancelled after the first token; memory does not grow."""
     model, prompts = patched("v3"), prompts_of(count, seed=1)
     manager = manager_of(model)
     addresses = [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(caches[0].tensors)]
@@ -183,8 +183,8 @@ def test_requests_come_go_and_stream(count, caches):
     ],
 )
 def test_a_step_is_compiled_once(name, count):
-    """For decodes, and for all others, which prompts of one token do without; sizes of 1 need no
-    graph of their own."""
+    """A graph is for decodes, and another for all other steps, unless prompts have one token. Sizes
+    of 1 need no graph of their own."""
     model = v4.patch(MAKERS[name](), kv="fp32", precision="reference")
     prompts = [prompt[:count] for prompt in prompts_of(8)]
     torch._dynamo.reset()
@@ -249,7 +249,7 @@ def test_generate_with_a_paged_cache_of_hugging_faces():
 
 
 def check_undisturbed(model):
-    """Calls without a cache compute what they did: no other attention was set."""
+    """Check that calls without a cache compute what they did: the attention has not changed."""
     ids = torch.tensor([PROMPT])
     assert model.config._attn_implementation == "eager"
     torch.testing.assert_close(model(ids).logits, stock()(ids).logits, rtol=0, atol=1e-5)
@@ -310,7 +310,7 @@ def test_settings_that_a_patched_model_lacks(config, kind, message):
     ],
 )
 def test_prompts_are_checked(inputs, kind, message):
-    """Hugging Face would log such an error and return what it has."""
+    """Hugging Face would log such an error, and return the other results."""
     with pytest.raises(kind, match=re.escape("generate_batch: ") + ".*" + re.escape(message)):
         patched("v3").generate_batch(inputs)
 
@@ -350,7 +350,7 @@ def test_an_answer_without_a_limit_ends_where_the_cache_does():
 
 
 def test_max_length_counts_the_prompt_as_generate_does():
-    """``max_new_tokens`` comes first. Hugging Face's own method leaves ``max_length`` out."""
+    """``max_new_tokens`` has priority. Hugging Face's own method ignores ``max_length``."""
     model, prompts = patched("v3"), [[5, 6, 7], [5], [5, 6, 7, 8, 9, 10, 11, 12]]
     config = settings(None, max_length=9)
     results = model.generate_batch(prompts, generation_config=config)
@@ -364,11 +364,11 @@ def test_max_length_counts_the_prompt_as_generate_does():
     with pytest.raises(ValueError, match=r"fewer tokens than max_length of .* = 9, got 9\. P"):
         model.generate_batch([[5], [6] * 9], generation_config=config)
     manager = manager_of(model, generation=settings(None, max_length=1000), num_blocks=1)
-    assert manager.paged.max_cache_len == 64  # where answers end
+    assert manager.paged.max_cache_len == 64  # answers end at this length
 
 
 def test_a_model_whose_attention_a_failed_try_has_changed_is_refused():
-    """Hugging Face's own refusal of a stock model leaves it so, and its logits wrong."""
+    """Hugging Face changes a stock model's attention before it refuses it: logits are wrong."""
     model = MAKERS["v4"]()
     with pytest.raises(ValueError, match="Invalid layer type"):
         model.generate_batch([[5]], generation_config=settings())
@@ -380,7 +380,7 @@ def test_a_model_whose_attention_a_failed_try_has_changed_is_refused():
 
 
 class OnGpu:
-    """A model that says that it is on a GPU."""
+    """A model that pretends to be on a GPU."""
 
     device = torch.device("cuda")
 
@@ -392,7 +392,7 @@ class OnGpu:
 
 
 def test_blocks_fill_the_free_memory_of_a_gpu(monkeypatch):
-    """By default, unless each row can have its own."""
+    """This is the default, unless each row can have all of its blocks."""
     model, config = OnGpu(patched("v3")), ContinuousBatchingConfig(max_memory_percent=0.5)
 
     def blocks(free):
@@ -421,7 +421,7 @@ LEFT_OUT = {"num_beams": 3, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2
 
 @pytest.mark.parametrize(("name", "value"), [("min_new_tokens", 3), *LEFT_OUT.items()])
 def test_settings_that_would_be_left_out_are_refused(name, value):
-    """Hugging Face logs a line, or fails in its thread; generate has them all."""
+    """Hugging Face logs a line, or fails in its thread; ``generate`` supports these settings."""
     text = f"generation_config.{name} must be .* in continuous batching, got {value}"
     with pytest.raises(NotImplementedError, match=text):
         patched("v3").generate_batch([[5, 6]], generation_config=settings(**{name: value}))

@@ -1,4 +1,4 @@
-"""Experts in bf16 as the op of GPUs, on a CPU; and when Hugging Face's products stay."""
+"""Experts in bf16 as the op that GPUs run, here on a CPU; and when Hugging Face's products run."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ FAMILIES = ("V4", "V3", "V2")
 
 
 def made(family="V3", **sizes):
-    """A model in bf16 with Hugging Face's default for experts, which small models have not."""
+    """Make a model in bf16 with Hugging Face's default for experts; small models have another."""
     if family == "V4":
         model = small_model(dtype=torch.bfloat16, **sizes)
     else:
@@ -29,7 +29,7 @@ def made(family="V3", **sizes):
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
-    """Calls of the op, which runs on CPUs here."""
+    """Let the op run on CPUs, and return its calls."""
     calls, op = [], bf16_experts.experts
     monkeypatch.setattr(bf16_experts, "RUN_ON", ("cpu",))
     monkeypatch.setattr(
@@ -68,7 +68,7 @@ def test_a_step_is_one_graph_with_an_op_in_every_layer(family, ran):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_op_rounds_no_more_than_hugging_face(family, ran):
-    """Beside float32, for the same weights."""
+    """Errors relative to float32, for the same weights, are no larger than Hugging Face's."""
     model = hf.patch(made(family))
     errors = []
     for experts in experts_of(model):
@@ -97,7 +97,7 @@ def test_limits_of_swiglu_count():
 
 
 def test_what_hugging_face_was_told_to_run_stays(ran):
-    """As do float32, a module's own forward, and rounded activations."""
+    """Float32, a module's own forward, and rounded activations also keep the op away."""
     model = hf.patch(made())
     experts = experts_of(model)[0]
     experts(*inputs_of(experts))
@@ -120,7 +120,7 @@ def test_what_hugging_face_was_told_to_run_stays(ran):
 
 @pytest.mark.parametrize("family", ["V4", "V3"])
 def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
-    """The router of V4 is then, too. Sizes that are symbols are never known to be so many."""
+    """The router of V4 is then Hugging Face's, too. Symbolic sizes never count as so many rows."""
     model = hf.patch(made(family))
     hf.decode_step(model, *first_step(model))
     assert ran
@@ -130,7 +130,7 @@ def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
     assert not ran
     monkeypatch.setattr(bf16_experts, "MOST_ROWS", 1)
     experts = experts_of(model)[0]
-    call = inputs_of(experts, tokens=experts.num_experts)  # two rows of each
+    call = inputs_of(experts, tokens=experts.num_experts)  # two rows of each expert
     experts(*call)
     assert not ran
     torch.compile(experts, fullgraph=True, backend="eager", dynamic=True)(*call)
@@ -139,7 +139,7 @@ def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
 
 @pytest.mark.parametrize("changed", ["impl", "recipe", "forward"])
 def test_the_router_is_hugging_faces_where_the_experts_are(changed, ran, monkeypatch):
-    """Its ids are int64, and none is absent: other forwards know no such ids as our op's."""
+    """Hugging Face's ids are int64, and none is absent; other forwards do not know our op's ids."""
     monkeypatch.setattr(forwards, "FUSED_ON", ("cpu",))
     settings = {"impl": {"impl": "reference"}, "recipe": {"precision": HALF}}.get(changed, {})
     model = hf.patch(made("V4"), **settings)

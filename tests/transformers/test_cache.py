@@ -1,4 +1,4 @@
-"""Rows, blocks and rings of the cache of a patched model."""
+"""Rows, blocks and rings of a patched model's cache."""
 
 import math
 from random import Random
@@ -18,7 +18,7 @@ def cache(**sizes):
 
 
 def test_a_cache_beyond_memory_is_refused_by_its_number_of_blocks():
-    """About 550 GB a layer."""
+    """The cache would take about 550 GB per layer."""
     with pytest.raises(RuntimeError, match="num_blocks must leave memory on cpu, got 4194304 bl"):
         cache(num_blocks=2**22)
 
@@ -30,7 +30,7 @@ def test_pages_are_given_and_taken_back():
     table = paged.tensors.tables.compressed
     assert table.tolist() == [[0, 1, -1, -1], [2, -1, -1, -1], [-1, -1, -1, -1]]
     paged.reserve("b", 257)
-    paged.reserve("b", 100)  # it has those already
+    paged.reserve("b", 100)  # the request has these blocks already
     assert table[1].tolist() == [2, 3, -1, -1]
     paged.seq_lens.copy_(torch.tensor([257, 9, 0]))
     paged.free("a")
@@ -125,7 +125,7 @@ def test_no_block_has_two_owners(seed):
 
 @pytest.mark.parametrize("max_chunk", [1, 64, 65, 300, None])
 def test_rings_hold_a_chunk_and_what_it_reads(max_chunk):
-    """Wherever a chunk begins, its window's keys lie on different blocks than it writes."""
+    """Wherever a chunk begins, it writes other blocks than those with its window's keys."""
     paged = cache(max_chunk=max_chunk)
     chunk = max_chunk or 1000
     tables = paged.tensors.tables
@@ -165,7 +165,7 @@ def test_what_hugging_face_asks():
 
 
 def test_rings_are_bounded_by_default():
-    """Window keys of a long request would else take most of the memory."""
+    """Otherwise, window keys of a long request would take most of the memory."""
     assert cache(max_cache_len=100_000, max_batch_size=1).max_chunk == 2048
     assert cache(max_cache_len=100_000, max_batch_size=1, max_chunk=4096).max_chunk == 4096
     assert cache(max_cache_len=100).max_chunk == 100

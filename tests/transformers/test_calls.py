@@ -1,5 +1,5 @@
-"""Calls of a patched model with a ``PagedCache``: what it returns, and what it refuses before
-anything is written."""
+"""Calls of a patched model with a ``PagedCache``: results, and what they refuse before anything is
+written."""
 
 import re
 from functools import lru_cache
@@ -47,7 +47,7 @@ def test_outputs():
 
 
 def test_a_cache_of_inference_mode_is_written_outside_of_it():
-    """Nor does it follow the default device."""
+    """The cache also ignores the default device."""
     model, tokens = reference(), ids()
     with torch.inference_mode(), torch.device("meta"):
         cache, pages = cache_of(num_blocks=2), PlainLayout(2, 4, torch.float32).allocate(1, "cpu")
@@ -69,7 +69,7 @@ def mla(patched):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_those_of_hugging_face(family):
-    """Of a prompt, of a chunk behind it and of a token; asked for in the call or in the model."""
+    """For a prompt, a later chunk and a token; requested in the call or in the model's config."""
     patched, plain = (make() for make in FAMILIES[family])
     want = plain(text()[:2, :20], output_hidden_states=True, use_cache=False)
     cache = v4.PagedCache.for_model(patched, max_batch_size=2, max_cache_len=64)
@@ -173,7 +173,7 @@ def test_calls_that_are_refused_write_nothing(given, sizes, message):
     ],
 )
 def test_steps_refuse_the_cache_of_another_model(step, changed, name, held, value):
-    """They see tensors only, of the same shapes whatever the window or the rotations are."""
+    """Steps see only tensors, whose shapes do not depend on the window or the rotations."""
     fields = {key: given for key, given in changed.items() if key != "precision"}
     settings = {"kv": "fp32", "precision": changed.get("precision", "reference")}
     cache = v4.PagedCache(small_config(**fields), max_batch_size=2, max_cache_len=64, **settings)
@@ -183,7 +183,7 @@ def test_steps_refuse_the_cache_of_another_model(step, changed, name, held, valu
 
 
 def test_what_a_cache_was_made_for_is_part_of_its_structure():
-    """Not a leaf: graphs, exported programs and packages hold it as a constant."""
+    """It is not a leaf: graphs, exported programs and packages contain it as a constant."""
     tensors = cache_of().tensors
     values, structure = tree_flatten(tensors)
     assert all(isinstance(value, torch.Tensor) for value in values)

@@ -1,4 +1,4 @@
-"""``compile_step``: one graph for every kind of layer, whatever the depth, and a file of them."""
+"""``compile_step``: one graph for each kind of layer, at any depth, and a file of these graphs."""
 
 import copy
 import zipfile
@@ -37,7 +37,7 @@ OF_A_KIND = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
 
 @pytest.mark.parametrize("hooked", [[0, 1], *nightly("both of them", [1])])
 def test_hooks_are_of_their_layer_and_refused_where_ops_do_the_work(hooked):
-    """Both layers are of a kind: hooks of one are not run for the other, nor left out."""
+    """Both layers are of one kind; a layer's hooks run for that layer, and not for the other."""
     model = v4.patch(small_mla_model(**OF_A_KIND), kv="fp32", precision="reference")
     step = v4.compile_step(model, mode="regional", backend="eager")
     batch, _ = first_step(model, (7, 9))
@@ -59,7 +59,7 @@ def test_hooks_are_of_their_layer_and_refused_where_ops_do_the_work(hooked):
 
 @pytest.mark.parametrize("small", [small_model, small_mla_model])
 def test_a_prefill_norms_the_last_tokens_alone(small):
-    """Three requests, one of them padding; a decode step norms all tokens."""
+    """Of three requests, one is padding; a decode step norms all tokens."""
     model, rows = v4.patch(small(), kv="fp32", precision="reference"), []
     model.model.norm.register_forward_hook(lambda *call: rows.append(call[2].shape[-2]))
     ours, every = (Engine(model, new_cache(model), text()) for _ in range(2))
@@ -70,7 +70,7 @@ def test_a_prefill_norms_the_last_tokens_alone(small):
 
 
 def test_small_models_are_one_graph():
-    """And a step of an unknown name, mode or model is refused."""
+    """Unknown steps, modes and models are refused."""
     assert not v4.compile_step(reference()).regional
     assert v4.compile_step(reference(), mode="regional").regional
     for arguments, message in (
@@ -90,7 +90,7 @@ def test_what_a_trace_refuses_is_said_as_by_the_step():
     model.model.layers[0].self_attn.scaling = 3.0
     with pytest.raises(ValueError, match=r"^decode_step: model.layers.0.self_attn.scaling must"):
         step(*first_step(model))
-    model = copy.deepcopy(reference())  # other tests share the original
+    model = copy.deepcopy(reference())  # a copy, because other tests share the original
     model.set_experts_implementation("eager")
     with pytest.raises(NotImplementedError, match=r"^compile_step: experts_implementation must"):
         v4.compile_step(model, mode="regional", backend="eager")(*first_step(model))
@@ -107,7 +107,7 @@ def test_a_place_without_a_file_is_refused_before_anything_is_compiled(tmp_path)
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
 def test_other_objects_are_refused_as_by_the_step(tmp_path, mode, kept, step):
-    """Not by Dynamo in the middle of a trace."""
+    """The error comes from ``compile_step`` itself, not from Dynamo during a trace."""
     file = {"cache_file": tmp_path / "step.cache"} if kept else {}
     run, name = v4.compile_step(reference(), step, mode=mode, **file), step.__name__
     cache = new_cache()
@@ -129,7 +129,7 @@ def test_other_objects_are_refused_as_by_the_step(tmp_path, mode, kept, step):
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Parts that are kept by their names, and run as they are: which were compiled, and loaded."""
+    """Store parts by name, and run them uncompiled; record which were compiled and loaded."""
     made = {"compiled": [], "loaded": []}
 
     def compile_one(function, args, settings):
@@ -149,7 +149,7 @@ def parts(monkeypatch):
 
 
 def test_a_file_has_a_part_for_every_kind_of_layer(tmp_path, parts):
-    """Six layers are seven parts; the next step takes all from the file, and Dynamo sees none."""
+    """Six layers are seven parts. The next step loads all from the file, and Dynamo sees none."""
     names = [
         "metadata", "window_DeepseekV4HashRouter", "c4_DeepseekV4HashRouter",
         "c128_DeepseekV4TopKRouter", "c4_DeepseekV4TopKRouter", "norm", "head",
@@ -163,7 +163,7 @@ def test_a_file_has_a_part_for_every_kind_of_layer(tmp_path, parts):
         for engine in engines:
             engine.prefill({0: 9, 1: 3})
         written = None
-        for _ in range(3):  # the second and third run what the first found
+        for _ in range(3):  # the second and third step run the parts of the first
             engines[0].decode({0: 1, 1: 1}, step=compiled_step(step))
             engines[1].decode({0: 1, 1: 1})
             assert parts[start] == names
@@ -180,7 +180,7 @@ def test_a_file_has_a_part_for_every_kind_of_layer(tmp_path, parts):
 
 
 def test_a_part_is_for_what_it_was_compiled_for(tmp_path, parts):
-    """Other sizes and another model are other parts; new weights of the same form are not."""
+    """Other sizes or another model need other parts, but new weights of the same form do not."""
 
     def ran(step, engine, tokens):
         before = len(parts["compiled"]), len(parts["loaded"])
@@ -200,7 +200,7 @@ def test_a_part_is_for_what_it_was_compiled_for(tmp_path, parts):
     gate.weight = torch.nn.Parameter(gate.weight.clone(), requires_grad=False)
     assert ran(step, engine, 3) == ([], [])
     gate.weight = torch.nn.Parameter(gate.weight.double(), requires_grad=False)
-    with pytest.raises(RuntimeError, match="dtype"):  # as the eager step
+    with pytest.raises(RuntimeError, match="dtype"):  # the same error as of the eager step
         ran(step, engine, 3)
     assert parts["compiled"][-1] == layer
     other = small_model(**kinds, routed_scaling_factor=3.0)
@@ -213,7 +213,7 @@ def test_a_part_is_for_what_it_was_compiled_for(tmp_path, parts):
 
 
 def test_a_file_of_torch_alone_is_read(tmp_path):
-    """And written by steps whose parts cannot be kept."""
+    """The file is also written by steps whose parts cannot be stored."""
     file = tmp_path / "step.cache"
 
     def run():
@@ -262,8 +262,8 @@ def test_a_damaged_file_is_written_anew(tmp_path, place):
 
 @pytest.mark.parametrize("family", ["v3", *nightly("test_hyper_connections.py has V4", "v4")])
 def test_one_compile_serves_every_number_of_tokens_and_requests(family):
-    """The first step compiles each part, later ones none, among them calls of one token and of one
-    request; logits are those of eager steps. Prefills; nightly decodes too."""
+    """The first step compiles each part; later steps compile none, also for one token or one
+    request. Logits equal those of eager steps. Decodes run nightly, too."""
     model = small_model() if family == "v4" else small_mla_model(**OF_A_KIND)
     model = v4.patch(model, kv="fp32", precision="reference")
     engines = [Engine(model, new_cache(model), text()) for _ in range(2)]

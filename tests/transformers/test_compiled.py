@@ -1,5 +1,5 @@
-"""Steps of a patched model under Dynamo and torch.export; Inductor's code of them is run by the
-examples (``test_examples.py``) and on a GPU (``tests/gpu/test_model.py``)."""
+"""Steps of a patched model under Dynamo and torch.export. Examples (``test_examples.py``) and GPU
+tests (``tests/gpu/test_model.py``) run Inductor's code."""
 
 import sys
 
@@ -17,7 +17,7 @@ OLDEST, _ = supported("torch")
 
 
 def of_lane(family):
-    """Whether a lane compiles this family: `make lanes` both, CI's oldest V4, the other one V3."""
+    """Return whether a lane compiles this family: `make lanes` both, CI's oldest V4, else V3."""
     return EVERY or (family == "v4") == (release(torch.__version__) == release(OLDEST))
 
 
@@ -25,9 +25,9 @@ def of_lane(family):
 @pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; `make demo` packages a step")
 @pytest.mark.parametrize("family", ["v3", "v4"])
 def test_inductors_code_of_hugging_faces_form(family):
-    """One graph of whole steps, with Hugging Face's logits. Lengths live on the device, so that no
-    step differs from the one before. `make lanes` has layers of all types, `make smoke` one: Dynamo
-    traces all of them in test_cli.py, and the contract compiles ops of the others."""
+    """Whole steps are one graph with Hugging Face's logits; lengths are on the device, so steps do
+    not differ. `make lanes` has layers of all types, `make smoke` of one: test_cli.py traces all,
+    and the contract compiles the ops."""
     if not of_lane(family):
         pytest.skip("another lane of CI compiles this family, `make lanes` both")
     one = {"layer_types": [HEAVY], "mlp_layer_types": ["moe"]}
@@ -90,7 +90,7 @@ def test_errors_of_export(tmp_path, export, changed, message):
 @pytest.mark.parametrize("export", ["export_decode", "export_prefill"])
 def test_exports_of_other_objects(tmp_path, export):
     path, cache = tmp_path / "step.pt2", new_cache()
-    for other in (None, cache.tensors):  # a package's metadata has what only the cache knows
+    for other in (None, cache.tensors):  # only the cache knows some of the package's metadata
         found = type(other).__name__
         with pytest.raises(TypeError, match=f"^{export}: cache must be a PagedCache, got {found}"):
             getattr(v4, export)(reference(), other, path=path)
@@ -113,7 +113,7 @@ def test_inputs_of_other_objects():
 
 
 def test_experts_that_need_python_are_refused(tmp_path, capsys, monkeypatch):
-    """A package of them would be built, and fail where it runs. A terminal shows the phases."""
+    """A package would be built, but fail when it runs. A terminal shows the phases."""
     model = v4.patch(
         small_model(experts_implementation="grouped_mm", num_hidden_layers=1),
         kv="fp32",

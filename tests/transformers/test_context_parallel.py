@@ -1,5 +1,5 @@
-"""DeepSeek-V3, V3.2 and GLM-5 with caches shared by ranks: the logits of one process, on gloo
-processes that the tests start."""
+"""DeepSeek-V3, V3.2 and GLM-5 with caches that ranks share have the logits of one process. The
+tests start gloo processes."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 from tests.support.selected_rows import SelectedRows
 from tests.transformers.test_deepseek_v32 import logits_of
 
-CLOSE, LENGTH, REQUESTS = 1e-5, 150, 3  # past a block of 64 rows on each of two ranks
+CLOSE, LENGTH, REQUESTS = 1e-5, 150, 3  # past a block of 64 rows on both ranks
 V3 = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
 
 
@@ -41,7 +41,7 @@ def cache_of(model, **changed):
 
 
 def boundaries(rng, engine, turn, most):
-    """Counts that stop a request before, at or behind a round of the ranks, or one token on."""
+    """Choose counts after which a request ends before, at or after a round of the ranks."""
     waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
     counts = {}
     for request in rng.sample(waiting, rng.randint(1, len(waiting))):
@@ -53,7 +53,7 @@ def boundaries(rng, engine, turn, most):
 
 
 def rank_steps(model, want, seed, expands, decode=None, most=LENGTH):
-    """A changing batch: decodes, chunks, padding requests, requests that rest."""
+    """Run a changing batch: decodes, chunks, padding requests, and requests that pause."""
     interleave = model.dsv4_ops_spec.parallel.interleave
     rng, cache = Random(seed), cache_of(model)
     engine = Engine(model, cache, text()[:, :LENGTH].contiguous())
@@ -71,7 +71,7 @@ def rank_steps(model, want, seed, expands, decode=None, most=LENGTH):
 
 
 def rank_layer(rank, world):
-    """Heads shared by the ranks: their outputs side by side are those of one rank with all."""
+    """Each rank has some of the heads, whose outputs equal those of a rank with all heads."""
     seed = torch.Generator().manual_seed(0)
     whole = MlaSpec(
         num_heads=2 * world,
@@ -104,10 +104,10 @@ def rank_layer(rank, world):
         local = dataclasses.replace(spec, context="absorbed")
         cache = attention.MlaCache.allocate(spec, 24)
         if cache.kv.dtype.is_floating_point:
-            cache.kv.fill_(torch.nan)  # what was never written is not read
+            cache.kv.fill_(torch.nan)  # unwritten rows must not be read
         table = torch.arange(24).view(4, 6).int()
         context = torch.tensor([5, 0, 12, 0])
-        for request, length in enumerate(context.tolist()):  # the cached context
+        for request, length in enumerate(context.tolist()):  # write the cached context
             given = [each[:length, request % 3] for each in latents]
             bounds = i32([0] * (request + 1) + [length] * (4 - request))
             some = i32([length if each == request else 0 for each in range(4)])
@@ -133,7 +133,7 @@ def rank_layer(rank, world):
 
 
 def rank_fp8(rank):
-    """Codes are gathered: every rank expands the same rows, those of one process."""
+    """Ranks gather codes: each rank expands the same rows as one process."""
     model = small_mla_model(num_hidden_layers=1, dtype=torch.bfloat16)
     outs = []
     for parallel in (None, ContextParallel.of(interleave=4)):
@@ -145,11 +145,11 @@ def rank_fp8(rank):
             engine.prefill({0: 40, 1: 20})
         outs.append(torch.stack([engine.logits[0][79], engine.logits[1][22]]))
         v4.unpatch(model)
-    assert torch.equal(*outs)  # no row is combined, all are rounded alike
+    assert torch.equal(*outs)  # no outputs are merged, and all are rounded alike
 
 
 def rows_of(cache, layer, name, positions, ranks=None):
-    """Rows of positions of the first request, in a cache of one process or of ranks."""
+    """Return the first request's rows at positions, from the cache of one process or of ranks."""
     row = cache.requests[0]
     table, place = cache.tensors.tables.blocks[row].long(), positions
     if ranks is not None:
@@ -160,7 +160,7 @@ def rows_of(cache, layer, name, positions, ranks=None):
 
 
 def rank_selects(rank, family):
-    """Every rank keeps half of the rows and of the indexer's keys, and selects as one process."""
+    """Each rank stores half of the rows and indexer keys; selections equal those of one process."""
     tokens, length = text()[:, :LENGTH].contiguous(), LENGTH - 1
     want = logits_of(small_dsa_model(family), tokens)
     ranks = ContextParallel.of(interleave=4)
@@ -184,14 +184,14 @@ def rank_selects(rank, family):
                 continue
             one = rows_of(caches[0], layer, name, own)
             part = rows_of(caches[1], layer, name, own, ranks)
-            # the first layer's rows are made of the same numbers
+            # the first layer computes its rows from the same numbers
             torch.testing.assert_close(part, one, rtol=0, atol=CLOSE if layer else 0)
             assert one.abs().amax(-1).min() > 0
     rank_selects_codes(rank, family, tokens)
 
 
 def rank_selects_codes(rank, family, tokens):
-    """In FP8: the same rows are selected from the same bytes."""
+    """With FP8 keys, equal bytes give equal selections."""
     sizes = {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     found, own = [], torch.arange(rank, 90, 2)
     for ranks in (None, ContextParallel.of()):
@@ -285,12 +285,12 @@ def rank_dies(rank):
     began = time.monotonic()
 
     def steps():
-        for _ in range(3):  # what was sent before the other left may still arrive
+        for _ in range(3):  # collectives from before the other rank left may still succeed
             v4.decode_step(model, batch, cache)
 
     with pytest.raises(RuntimeError):
         steps()
-    # it stores the same rows again: nothing is half written, and no other row is touched
+    # the rank stores the same rows again: no row is half written, and no other row changes
     assert all(map(equal, tree_leaves(cache.tensors), before))
     return time.monotonic() - began
 

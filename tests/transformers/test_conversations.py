@@ -1,5 +1,5 @@
-"""Conversations through ``generate`` on one cache, batches of any padding against each request
-alone, and what of them is refused."""
+"""Conversations through ``generate`` on one cache, and batches with any padding, against each
+request alone; and which calls are refused."""
 
 from random import Random
 
@@ -36,7 +36,7 @@ class Conversation:
         self.ended_early = 0
 
     def say(self, counts, padding=0):
-        """New tokens behind what is there, padded on the left to one length and more."""
+        """Append new tokens, padded on the left to one length or more."""
         width = max(counts) + padding
         ids = torch.full((len(counts), width), self.pad)
         for row, count in enumerate(counts):
@@ -47,17 +47,17 @@ class Conversation:
         self.mask = torch.cat([self.mask, (ids != self.pad).long()], 1)
 
     def pad_anew(self):
-        """All padding to the left, as a tokenizer pads the text of a conversation."""
+        """Move all padding to the left, as a tokenizer pads a conversation's text."""
         real = [row[there > 0] for row, there in zip(self.ids, self.mask, strict=True)]
         width = max(map(len, real))
         self.ids = torch.full((len(real), width), self.pad)
-        self.mask = torch.zeros_like(self.ids)  # the model says PAD itself at times
+        self.mask = torch.zeros_like(self.ids)  # the model sometimes generates PAD itself
         for row, tokens in enumerate(real):
             self.ids[row, width - len(tokens) :] = tokens
             self.mask[row, width - len(tokens) :] = 1
 
     def answer(self, eos=None, **given):
-        """Generate, check the logits of every token, and keep the answers."""
+        """Generate, check the logits of every token, and append the answers."""
         begin = self.ids.shape[1]
         given = {"input_ids": self.ids, "attention_mask": self.mask, **RECORD, **given}
         given |= {"eos_token_id": eos, "pad_token_id": self.pad, "max_new_tokens": NEW}
@@ -79,14 +79,14 @@ class Conversation:
 
 
 def begun(counts, seed, padding=0, **sizes):
-    """A conversation with its first words."""
+    """Return a conversation with its first prompts."""
     turns = Conversation(len(counts), Random(seed), **sizes)
     turns.say(counts, padding)
     return turns
 
 
 def test_a_turn_after_an_early_end():
-    """The longest request goes on while others are padded."""
+    """The longest request continues while others are padded."""
     turns = begun([9, 9], 1)
     eos = int(turns.answer()[0, 1])
     turns = begun([9, 9], 1)
@@ -127,14 +127,14 @@ def test_random_conversations(seed):
         elif rng.random() < 0.5:
             given["attention_mask"] = None
         answers = turns.answer(eos, **given)
-        # a mask is read of padding only where this ends no text
+        # if a text ended with PAD, no mask could be derived
         eos = rng.choice([one for one in answers[:, :3].flatten().tolist() if one != PAD])
 
 
 @settings(max_examples=20 if NIGHTLY else 2, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_random_masks(seed):
-    """Calls of the model: padding anywhere, over several steps of one cache."""
+    """Calls of the model have padding anywhere, over several steps of one cache."""
     rng = Random(seed)
     generator = torch.Generator().manual_seed(seed)
     cache, texts, seen = new_cache(max_batch_size=2, max_cache_len=300), [[], []], [[], []]
@@ -155,7 +155,7 @@ def test_random_masks(seed):
 
 
 def said_by_the_model(*counts, seed=8):
-    """An id that the model says in its first answer, and nobody else."""
+    """Return an id that is in the model's first answer, but in no prompt."""
     turns = begun(counts, seed)
     answers = turns.answer()
     said = answers[:, :-1].flatten().tolist()
@@ -164,7 +164,7 @@ def said_by_the_model(*counts, seed=8):
 
 @pytest.mark.parametrize("counts", [(9, 4), *nightly("two rows", ((9,),))])
 def test_a_text_that_holds_the_pad_id_goes_on_without_a_mask(counts):
-    """Tokens that the cache stores are no padding, wherever padding is besides."""
+    """Tokens that the cache stores are not padding, wherever other padding is."""
     pad = said_by_the_model(*counts)
     turns = begun(counts, 8, pad=pad)
     turns.answer(attention_mask=None)
@@ -188,7 +188,7 @@ def test_a_text_that_ended_early_and_holds_the_pad_id_goes_on_without_a_mask():
 
 
 def test_a_text_that_ended_a_token_before_the_others_goes_on_without_a_mask():
-    """Its cache has as many tokens of the answer as stock, and it is padded."""
+    """The cache has as many tokens of the answer as Hugging Face's, and the text is padded."""
     turns = begun([9, 9], 1)
     eos = int(turns.answer()[0, NEW - 2])
     turns = begun([9, 9], 1)
@@ -200,7 +200,7 @@ def test_a_text_that_ended_a_token_before_the_others_goes_on_without_a_mask():
 
 
 def test_a_prompt_that_holds_the_pad_id():
-    """Hugging Face takes it for padding there, and it stays padding."""
+    """Hugging Face takes this token for padding, so later turns do, too."""
     turns = begun([9], 9)
     turns.ids[0, 4] = PAD
     turns.mask[0, 4] = 0
@@ -210,7 +210,7 @@ def test_a_prompt_that_holds_the_pad_id():
 
 
 def test_a_prompt_in_a_cache_that_holds_the_pad_id():
-    """Prompt caching: a call of the model stores all of it."""
+    """Prompt caching: a call of the model stores the whole prompt."""
     turns = begun([9, 9], 10)
     turns.ids[0, 4] = turns.ids[1, 8] = PAD
     reference()(turns.ids, cache=turns.cache)
@@ -246,7 +246,7 @@ def test_prompts_longer_than_a_chunk_are_cut():
 
 
 class Third(transformers.StoppingCriteria):
-    """Ends the first request at its third token; no padding follows of itself."""
+    """Ends the first request at its third token; no padding follows automatically."""
 
     def __call__(self, input_ids, scores, **rest):
         done = torch.zeros(len(input_ids), dtype=torch.bool)
@@ -255,7 +255,7 @@ class Third(transformers.StoppingCriteria):
 
 
 def test_other_criteria_than_an_end():
-    """Hugging Face pads behind them only where there is an end as well."""
+    """Hugging Face pads after such an end only if there is an end token, too."""
     for eos in (None, 258):
         turns = begun([9, 9], 4)
         given = {"eos_token_id": eos, "max_new_tokens": NEW, "stopping_criteria": [Third()]}
@@ -291,7 +291,7 @@ def test_a_turn_of_new_tokens_only_gets_pages_for_all():
     assert turns.cache.num_free_blocks == 1
     turns.answer(input_ids=turns.ids[:, -21:])
     assert turns.cache.num_free_blocks == 0
-    turns.cache.tensors.tables.compressed[0, 1] = -1  # as if another had taken it
+    turns.cache.tensors.tables.compressed[0, 1] = -1  # as if another request had taken the block
     turns.say([3])
     with pytest.raises(ValueError, match="cache must have blocks for all tokens"):
         turns.answer()

@@ -43,21 +43,21 @@ def model(request):
 
 
 class Same(LogitsProcessor):
-    """A processor of a user's own, which the loop does not know: Hugging Face's loop runs."""
+    """A user's own processor, which our loop does not support: Hugging Face's loop runs."""
 
     def __call__(self, input_ids, scores):
         return scores
 
 
 def generate(model, ids=PROMPT, *, stock=False, **settings):
-    """By the loop, or where ``stock`` by Hugging Face's."""
+    """Generate with our loop or, if ``stock``, with Hugging Face's."""
     settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, **settings}
     processors = LogitsProcessorList([Same()] if stock else [])
     return model.generate(ids, logits_processor=processors, **settings)
 
 
 class Calls:
-    """The calls that the loop decodes."""
+    """Records the calls that our loop decodes."""
 
     def __init__(self, monkeypatch):
         self.texts, before = [], decoding.decoded
@@ -73,7 +73,7 @@ def calls(monkeypatch):
 
 
 def both(model, calls, ids=PROMPT, *, paged=None, **settings):
-    """Tokens of the loop and of Hugging Face's, from the same random state; and their caches."""
+    """Return the tokens of both loops, which are equal, and the caches of the two."""
     results = []
     for stock in (False, True):
         cache = None if paged is None else v4.PagedCache.for_model(model, **paged)
@@ -108,7 +108,7 @@ def test_tokens_are_hugging_faces(model, calls, settings):
     ("row", "at"), [(0, 7), (1, 9), *nightly("those before", (0, 10), (1, 11), (0, 16))]
 )
 def test_texts_end_at_their_tokens(model, calls, row, at):
-    """One text ends first; before, with and after a look of the host, which is after three."""
+    """One text ends first: before, at or after a check by the host, which is every three tokens."""
     plain, _, _ = both(model, calls)
     paged = {"max_batch_size": 2, "max_cache_len": 64}
     ids, cache, other = both(model, calls, eos_token_id=int(plain[row, at]), paged=paged)
@@ -120,7 +120,7 @@ def test_texts_end_at_their_tokens(model, calls, row, at):
 
 
 def test_all_texts_end_between_two_looks(model, calls):
-    """One text of one request; its end is the second new token."""
+    """One request's text ends with the second new token."""
     plain, _, _ = both(model, calls, PROMPT[:1])
     eos = int(plain[0, 8])
     first = plain[0, 7:].tolist().index(eos)
@@ -131,7 +131,7 @@ def test_all_texts_end_between_two_looks(model, calls):
 
 
 def test_a_conversation_goes_on(model, calls):
-    """The second turn computes what the cache lacks."""
+    """The second turn computes only what the cache lacks."""
     outs = []
     for stock in (False, True):
         cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
@@ -288,7 +288,7 @@ def test_one_compile_serves_batches_and_lengths(family, calls, tmp_path):
 
 
 def check_one_compile(rank, family, share=lambda: None):
-    """Compiled with the eager backend: another batch, prompt or length compiles nothing."""
+    """With the eager backend, another batch, prompt or length compiles nothing."""
     from transformers import CompileConfig
 
     single, model = (patched(family, each, num_hidden_layers=1) for each in (None, share()))
@@ -316,7 +316,7 @@ def test_copies_compile_their_own(model):
 
 
 def test_inputs_of_steps_share_no_memory(model, monkeypatch):
-    """Of one text: AOTAutograd would compile another graph for inputs that are views of one."""
+    """With one text, AOTAutograd would compile another graph if inputs were views of one tensor."""
     batches, before = [], decoding.decode_step
 
     def step(model, batch, *args, **rest):

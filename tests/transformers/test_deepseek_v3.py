@@ -1,5 +1,5 @@
-"""Patched DeepSeek-V3, V2 and Kimi-K2 against Hugging Face's own, in float32: the same logits for
-every split of requests into steps, with absorbed and with expanded contexts."""
+"""Patched DeepSeek-V3, V2 and Kimi-K2 against Hugging Face's, in float32: equal logits for every
+split of requests into steps, with absorbed queries and with expanded contexts."""
 
 import io
 from copy import deepcopy
@@ -38,7 +38,7 @@ VARIANTS = {
 
 @pytest.fixture
 def expands(monkeypatch):
-    """Prefills of any size expand their contexts."""
+    """Let prefills of any size expand their contexts."""
     monkeypatch.setattr(MlaSpec, "break_even", 0)
 
 
@@ -77,7 +77,7 @@ def called_by(run):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.usefixtures("expands")
 def test_variants_with_expanded_contexts(name):
-    """Several chunks, as the workspace holds 64 rows of a cache of 384."""
+    """There are several chunks, because the workspace holds 64 rows of a cache of 384."""
     model = reference(name)
     with pytest.MonkeyPatch.context() as small:
         module = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
@@ -89,7 +89,7 @@ def test_variants_with_expanded_contexts(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_with_absorbed_contexts(name):
-    """As Hugging Face calls them: a prompt, a chunk behind it, then token by token."""
+    """Calls as in Hugging Face: a prompt, a chunk after it, then single tokens."""
     model, cache = reference(name), new_cache(reference(name))
     parts = [slice(0, 20), slice(20, 37), *(slice(at, at + 1) for at in range(37, 42))]
     got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
@@ -100,7 +100,7 @@ def test_variants_with_absorbed_contexts(name):
 
 
 def test_contexts_are_absorbed_below_the_break_even():
-    """64 tokens a request for this model: short extends take one kernel, whole prompts expand."""
+    """64 tokens per request for this model: short chunks run one kernel, whole prompts expand."""
     assert reference().dsv4_ops_spec.layers.break_even == 64
     for length, expanded in ((63, False), (64, True)):
         names = called_by(lambda n=length: reference()(tokens()[:1, :n], cache=new_cache()))
@@ -118,7 +118,7 @@ def test_one_step_serves_all_layers():
 
 
 def errors_of(model, want):
-    """Relative error of a prefill's logits, and of decodes' behind it."""
+    """Return the relative errors of a prefill's logits, and of later decodes'."""
     cache, errors = new_cache(model), []
     for part in (slice(0, 60), *(slice(at, at + 1) for at in range(60, LENGTH))):
         got = model(tokens()[:, part], cache=cache).logits
@@ -129,8 +129,8 @@ def errors_of(model, want):
 
 @pytest.mark.parametrize("context", ["absorbed", "expanded"])
 def test_queries_in_codes(context, request):
-    """Against Hugging Face's model in float64: a quarter less exact than rows in codes alone, as
-    docs/transformers.md says, but not where keys are expanded; and the scale of a layer counts."""
+    """Against Hugging Face's model in float64, codes of queries add a quarter to the error of codes
+    of rows (docs/transformers.md), but not with expanded keys; the scale of a layer matters."""
     changed = {"first_k_dense_replace": 3}
     want = small_mla_model(**changed).double()(tokens()).logits
     if context == "expanded":
@@ -148,14 +148,14 @@ def test_queries_in_codes(context, request):
     assert found[1] < codes[1] < 1.6 * found[1]
     assert codes[1] < 0.3
     for attention in (layer.self_attn for layer in coded.model.layers):
-        attention.dsv4_ops_q_scale.fill_(2**-12)  # codes of 448 are values of 0.11
+        attention.dsv4_ops_q_scale.fill_(2**-12)  # values above 0.11 saturate
     assert errors_of(coded, want)[1] > 2 * codes[1]
     v4.unpatch(coded)
     assert not any("dsv4_ops" in name for name, _ in coded.named_buffers())
 
 
 def test_queries_in_codes_are_one_graph_after_a_cast():
-    """``model.to`` casts buffers too, scales among them."""
+    """``model.to`` also casts buffers, such as scales."""
     made = small_mla_model(num_hidden_layers=1)
     model = v4.patch(made, kv="fp8", query="fp8").to(torch.bfloat16)
     counter, engines = CompileCounterWithBackend("eager"), []
@@ -172,8 +172,8 @@ def test_queries_in_codes_are_one_graph_after_a_cast():
 @pytest.mark.parametrize("model", ["absorbed", "expanded", "V4", "GLM-5"])
 @pytest.mark.parametrize("step", [v4.prefill_step, v4.decode_step])
 def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch):
-    """Rows that do not exist, ids of padding, lengths beyond the cache: counted, not read; bits of
-    other requests stay. An eager step on a CPU would refuse them where values are read."""
+    """Absent rows, ids of padding and lengths beyond the cache are counted, but not read; other
+    requests keep their bits. Eager CPU steps, which may read values, would refuse the batch."""
     if model == "expanded":
         request.getfixturevalue("expands")
     patched, want = reference(), expected()
@@ -208,7 +208,7 @@ def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch
 
 
 def test_weights_that_change_are_absorbed_again():
-    """In place, or of another checkpoint, at the same addresses; copies have their own."""
+    """They change in place, or a checkpoint loads others at the same addresses; copies absorb too."""
     model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
     places = [buffer.data_ptr() for name, buffer in model.named_buffers() if "w_u" in name]
     copy, file = deepcopy(model), io.BytesIO()
@@ -228,8 +228,8 @@ def test_weights_that_change_are_absorbed_again():
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_that_change_uncounted_are_absorbed_on_a_cpu(inference):
-    """As code that loads weights by ``weight.data`` or NumPy changes them."""
-    with torch.inference_mode(inference):  # whose tensors nothing may write to outside of it
+    """Some code loads weights by ``weight.data`` or NumPy, which torch does not notice."""
+    with torch.inference_mode(inference):  # outside of this mode nothing may write to its tensors
         model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
         model(tokens()[:, :12], cache=new_cache(model))
     other = small_mla_model(seed=1).state_dict()
@@ -249,7 +249,7 @@ def test_a_model_is_cast_after_patching(dtype):
 
 
 def test_a_model_of_the_released_rope_is_cast_to_float16():
-    """Its low frequencies, 3e-6, are subnormal there: the cast changes them by up to 1 percent."""
+    """Low frequencies, 3e-6, are subnormal in float16: the cast changes them by up to 1 percent."""
     model = small_mla_model(num_hidden_layers=1, qk_rope_head_dim=64).half()
     frequencies = model.model.rotary_emb.inv_freq.float()
     assert frequencies.min() < torch.finfo(torch.float16).smallest_normal / 16
@@ -275,7 +275,7 @@ def test_weights_that_change_are_absorbed_by_compiled_steps(mode):
 
 
 def test_a_changed_kv_b_proj_is_refused():
-    """Steps read its weight, and would pass over a hook or an adapter."""
+    """Steps read the module's weight, and would ignore a hook or an adapter."""
     model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
     cache, attention = new_cache(model), model.model.layers[1].self_attn
     handle = attention.kv_b_proj.register_forward_hook(lambda *_: None)
@@ -293,7 +293,7 @@ def test_a_changed_kv_b_proj_is_refused():
 
 @pytest.mark.parametrize("changed", [{}, KIMI, {"norm_topk_prob": False}])
 def test_the_router_is_an_op(changed):
-    """It chooses and weighs as Hugging Face's does; a gradient is Hugging Face's own."""
+    """The op equals Hugging Face's router, which still runs if gradients are needed."""
     model = small_mla_model(n_routed_experts=16, num_experts_per_tok=4, **changed)
     gate = model.model.layers[1].mlp.gate
     gate.weight.data.normal_(generator=torch.Generator().manual_seed(0))

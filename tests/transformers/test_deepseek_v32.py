@@ -1,6 +1,6 @@
-"""Patched DeepSeek-V3.2 and GLM-5 against Hugging Face's own, in float32: the same logits for every
-split of requests into steps, with contexts of fewer, as many and more tokens than are selected; and
-what holds for DeepSeek-V3 in the same way."""
+"""Patched DeepSeek-V3.2 and GLM-5 against Hugging Face's, in float32: equal logits for every split
+of requests into steps, with contexts of fewer, as many and more tokens than are selected; and tests
+that are the same for DeepSeek-V3."""
 
 from copy import deepcopy
 from functools import lru_cache, partial
@@ -41,7 +41,7 @@ EXACT = {"kv": "fp32", "precision": "reference"}
 
 @pytest.fixture
 def family(request, monkeypatch):
-    """The name of a model; prefills of any size expand their contexts in "V3, expanded"."""
+    """Return the name of a model; in "V3, expanded", prefills of any size expand their contexts."""
     name, _, expanded = request.param.partition(", ")
     if expanded:
         monkeypatch.setattr(MlaSpec, "break_even", 0)
@@ -55,15 +55,15 @@ def small(family, **changed):
 
 
 def first_of_ties(self, k, dim=-1, **_):
-    """``Tensor.topk``, which leaves open which of equal values it takes: the first ones."""
+    """Run ``Tensor.topk``, but of equal values select the first; torch may select any."""
     values, indices = self.sort(dim=dim, descending=True, stable=True)
     kept = (values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
     return torch.return_types.topk(kept)
 
 
 ordered_ties = partial(mock.patch.object, torch.Tensor, "topk", first_of_ties)
-"""Hugging Face's indexer takes the first of equal scores. There are many: a score is 0 wherever no
-head has a positive product."""
+"""Make Hugging Face's indexer select the first of equal scores. Many scores are equal, because a
+score is 0 wherever no head has a positive product."""
 
 
 def logits_of(model, ids):
@@ -93,7 +93,7 @@ def new_cache(model, **sizes):
 
 
 def same_logits(*engines):
-    """Whether two engines kept the same logits, bit for bit."""
+    """Return whether two engines stored the same logits, bit for bit."""
     return all(
         ours.keys() == others.keys() and all(torch.equal(ours[at], others[at]) for at in ours)
         for ours, others in zip(*(engine.logits for engine in engines), strict=True)
@@ -102,8 +102,8 @@ def same_logits(*engines):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_steps(family):
-    """Prefills, chunks of prompts, decodes of several tokens, padding, blocks in any order. Half of
-    the logits are those of tokens that see more rows than they attend to."""
+    """Prefills, chunks of prompts, decodes of several tokens, padding, and blocks in any order.
+    Half of the tokens see more rows than they attend to."""
     model = reference(family)
     engine = Engine(model, new_cache(model, num_blocks=6), tokens())
     run_randomly(engine, Random(3))
@@ -116,7 +116,7 @@ def test_random_steps(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_as_hugging_face_has_them(family):
-    """A prompt, a chunk behind it, then token by token; one step serves all layers."""
+    """A prompt, a chunk after it, then single tokens; one step serves all layers."""
     model = reference(family)
     cache = new_cache(model)
     parts = [slice(0, 20), slice(20, 37), *(slice(at, at + 1) for at in range(37, 42))]
@@ -126,7 +126,7 @@ def test_calls_as_hugging_face_has_them(family):
     with Called() as called:
         model(tokens()[:, 42:43], cache=cache)
     names = called.names
-    indexers = 2 if family == "GLM-5" else 3  # GLM's second layer has the selection of the first
+    indexers = 2 if family == "GLM-5" else 3  # GLM's second layer uses the selection of the first
     counts = {name: names.count(name) for name in ("mla_sparse", "indexer_select", "token_map")}
     assert counts == {"mla_sparse": 3, "indexer_select": indexers, "token_map": 0}
     assert "mla_decode" not in names
@@ -134,8 +134,8 @@ def test_calls_as_hugging_face_has_them(family):
 
 @each_context
 def test_requests_that_are_preempted_start_again(family):
-    """Blocks for less than two requests: when none is free the youngest gives its own back, and is
-    prefilled again later."""
+    """The blocks hold less than two requests: if none is free, the youngest request frees its
+    blocks, and is prefilled again later."""
     model = reference(family)
     engine = Engine(model, new_cache(model, num_blocks=3), tokens())
     assert hf_models.run_preempted(engine, Random(1)) > 0
@@ -144,7 +144,7 @@ def test_requests_that_are_preempted_start_again(family):
 
 @each_model
 def test_positions_may_go_back(family):
-    """Nothing of a cache of rows is overwritten."""
+    """A cache of rows overwrites nothing."""
     model = reference(family)
     cache = new_cache(model)
     model(tokens()[:, :40], cache=cache)
@@ -156,7 +156,7 @@ def test_positions_may_go_back(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_no_longer_than_a_selection_attend_to_all_rows(family):
-    """No request there has a row that is not selected: dense attention, and no indexer."""
+    """In such a cache every row is selected, so dense attention runs, without an indexer."""
     model, cut = reference(family), tokens()[:, :TOPK]
     cache = new_cache(model, max_cache_len=TOPK)
     with Called() as called:
@@ -166,7 +166,7 @@ def test_caches_no_longer_than_a_selection_attend_to_all_rows(family):
     names = set(called.names)
     assert "mla_decode" in names
     assert names.isdisjoint({"mla_sparse", "indexer_select"})
-    # there are no keys, so that a copy of them to a longer cache is an error
+    # the cache has no indexer keys, so a copy to a longer cache is an error
     assert cache.memory()["indexer"] == 0
     longer = new_cache(model)
     with pytest.raises(IndexError):
@@ -178,8 +178,8 @@ WIDE = {"v_head_dim": 256, "qk_nope_head_dim": 192}
 
 @pytest.mark.parametrize(("family", "sizes"), [("V3.2", {}), ("GLM-5", WIDE)])
 def test_prompts_expand_where_our_kernel_takes_the_keys(family, sizes, monkeypatch):
-    """In caches no longer than a selection. GLM-5's values are too wide, and would run as the
-    reference on a GPU."""
+    """This happens in caches no longer than a selection. GLM-5's values are too wide for our
+    kernel, and would run the reference on a GPU."""
     monkeypatch.setattr(MlaSpec, "break_even", 0)
     sizes = {"index_topk": LENGTH, **sizes}
     want = small_dsa_model(family, **sizes)(tokens()).logits
@@ -231,7 +231,7 @@ NIGHTLY_V3 = nightly("eight configurations in test_deepseek_v3.py", "V2", "V3", 
 @pytest.mark.parametrize("family", [*FAMILIES, *NIGHTLY_V3], indirect=True)
 @pytest.mark.parametrize("seed", [0, 1, *nightly("two of the configurations", *range(2, 60))])
 def test_sampled_configurations(seed, family):
-    """Most have ties: with one head of the indexer half of all scores are 0."""
+    """Most configurations have ties: with one indexer head, half of all scores are 0."""
     rng = Random(seed)
     changed = sampled(rng, family)
     want = logits_of(small(family, **changed), tokens())
@@ -257,8 +257,8 @@ OF_DSA = (("bf16", {}, 0.35, 160), ("fp8", ROWS_656, 0.35, 656))
     ],
 )
 def test_smaller_caches_are_near(family, indexers, kv, sizes, near, width):
-    """Indexer keys are FP8 in all, 132 bytes a token and a block's padding. Dense layers only: an
-    expert that flips would move a whole token."""
+    """Indexer keys are FP8 in all of them, 132 bytes per token and the padding of a block. Layers
+    are dense, because another choice of experts would change a whole token."""
     sizes = {"first_k_dense_replace": 3, **sizes}
     want = logits_of(small(family, **sizes), tokens())
     model = v4.patch(small(family, **sizes), kv=kv)
@@ -273,7 +273,7 @@ def test_smaller_caches_are_near(family, indexers, kv, sizes, near, width):
 
 @each_model
 def test_generate_is_hugging_faces(family):
-    """Greedy, of prompts of different lengths, from fewer to more rows than are selected."""
+    """Greedy, for prompts of different lengths, with fewer and more rows than are selected."""
     ids, mask = tokens()[:2, :20].clone(), torch.ones(2, 20, dtype=torch.int64)
     ids[1, :9], mask[1, :9] = 99, 0
     settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
@@ -289,7 +289,7 @@ def test_generate_is_hugging_faces(family):
 
 @pytest.mark.skipif(release(transformers.__version__) < hooks.OLDEST, reason="refused by name")
 def test_generate_batch_is_generate():
-    """Requests of Hugging Face's continuous batching, past the rows that are selected."""
+    """Requests of Hugging Face's continuous batching have more rows than are selected."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = v4.patch(small_dsa_model("GLM-5", num_hidden_layers=2), **EXACT)
@@ -308,7 +308,7 @@ def test_generate_batch_is_generate():
 @each_model
 @pytest.mark.parametrize("steps", [25, *nightly("25 steps", 200)])
 def test_one_graph_of_a_changing_batch(family, steps):
-    """Requests that rest, end, and give their rows to others."""
+    """Requests pause, end, and give their rows to other requests."""
     model = small(family, num_hidden_layers=2 if family == "GLM-5" else 1)
     want = logits_of(model, tokens())
     v4.patch(model, **EXACT)
@@ -322,8 +322,8 @@ def test_one_graph_of_a_changing_batch(family, steps):
 
 @pytest.mark.parametrize("family", ["GLM-5", *nightly("GLM-5 has both kinds of layers", "V3.2")])
 def test_parts_of_a_step(family):
-    """Layers of a kind share code: with an indexer or with the selection of another layer, each
-    dense or with experts."""
+    """Layers of a kind share code: with an indexer or another layer's selection, each dense or with
+    experts."""
     model = v4.patch(small_dsa_model(family, num_hidden_layers=6), **EXACT)
     step = v4.compile_step(model, v4.prefill_step, mode="regional", backend="eager")
     engines = [Engine(model, new_cache(model), tokens()) for _ in range(2)]
@@ -337,7 +337,7 @@ def test_parts_of_a_step(family):
 
 @pytest.mark.parametrize("family", ["V3, expanded", *FAMILIES], indirect=True)
 def test_the_exported_prefill_takes_any_number_of_tokens(family):
-    """The module behind ``export_prefill``, with V3's contexts expanded in chunks, and caches."""
+    """The test runs the module behind ``export_prefill``; V3's contexts are expanded in chunks."""
     model = v4.patch(small(family, num_hidden_layers=2), **EXACT)
     engines = [Engine(model, new_cache(model, max_batch_size=2), tokens()) for _ in range(2)]
     cache = engines[0].cache
@@ -365,7 +365,7 @@ def test_the_exported_prefill_takes_any_number_of_tokens(family):
 @pytest.mark.nightly("`make demo` packages a step of V4; test_export.py runs packages in C++")
 @each_model
 def test_a_package_decodes(family, tmp_path):
-    """Inductor's code of a whole step: selection, attention, its cache in and out."""
+    """Inductor's code of a whole step: selection, attention, and caches."""
     model = small(family, num_hidden_layers=2)
     want = logits_of(model, tokens())
     v4.patch(model, **EXACT)
@@ -376,9 +376,9 @@ def test_a_package_decodes(family, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "added"), [("V4", 0), ("V3", 6), ("V3.2", 6), ("GLM-5", 6)])
 def test_unpatching_gives_the_same_bits(family, added, dtype):
-    """State dict, modules and attributes stay as they are; halves of kv_b_proj are buffers. A copy
-    of the patched model runs on."""
-    settings = EXACT if family in FAMILIES else {}  # rows of FP8 are of other sizes
+    """State dict, modules and attributes stay; halves of kv_b_proj are buffers. A copy of the
+    patched model still runs."""
+    settings = EXACT if family in FAMILIES else {}  # FP8 rows have other sizes
     model, ids = (small_model if family == "V4" else partial(small, family))(dtype=dtype), tokens()
     kept = {name: weight.clone() for name, weight in model.state_dict().items()}
     before = model(ids[:1, :20]).logits
@@ -404,7 +404,7 @@ def test_unpatching_gives_the_same_bits(family, added, dtype):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_changed_indexer_is_refused(family):
-    """Steps call its projections, which may have hooks; they do the work of the module itself."""
+    """Steps call the indexer's projections, which may have hooks, but not the indexer itself."""
     model = v4.patch(small_dsa_model(family), **EXACT)
     layer = model.model.layers[2].self_attn
     seen = []
@@ -424,7 +424,7 @@ def test_a_changed_indexer_is_refused(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attributes_that_steps_do_not_read_must_be_those_of_the_configuration(family):
-    """Before ``patch`` and after it; Hugging Face reads the attribute."""
+    """This is checked in ``patch`` and later; Hugging Face reads the attribute."""
     stock, model = (small_dsa_model(family, num_hidden_layers=1) for _ in range(2))
     v4.patch(model, **EXACT)
     for each, run in (
@@ -445,7 +445,7 @@ def test_attributes_that_steps_do_not_read_must_be_those_of_the_configuration(fa
 
 @each_model
 def test_a_changed_rotary_embedding_is_refused(family):
-    """Steps read a table that the cache made; what has not changed is read once."""
+    """Steps read a table that the cache made from it; an unchanged embedding is read once."""
     model = v4.patch(small(family, num_hidden_layers=1), **EXACT)
     cache, rotary = new_cache(model), model.model.rotary_emb
     batch = Engine(model, cache, tokens()).batch({0: 3})
@@ -476,7 +476,7 @@ def test_a_changed_rotary_embedding_is_refused(family):
 
 
 def test_types_of_indexers_are_read_of_glm_alone():
-    """DeepSeek-V3.2 has an indexer in every layer, whatever its configuration holds."""
+    """DeepSeek-V3.2 has an indexer in every layer, whatever its configuration says."""
     types = ["full", "shared", "shared"]
     model = v4.patch(small_dsa_model("V3.2", indexer_types=types), **EXACT)
     assert model.dsv4_ops_spec.kinds == ("indexed",) * 3
@@ -488,7 +488,7 @@ def test_types_of_indexers_are_read_of_glm_alone():
 
 @each_context
 def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model(family):
-    """Of prompts in caches, and of calls without a cache."""
+    """For prompts with a cache, and for calls without one."""
     ids, stock = tokens()[:1, :16], small(family, num_hidden_layers=2)
     exact, model = stock(ids).logits, v4.patch(small(family, num_hidden_layers=2), **EXACT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -508,7 +508,7 @@ def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model(family):
     ],
 )
 def test_caches_of_other_models_are_refused(family, config, message):
-    """Of another family, with another rotary embedding, and with indexers in other layers."""
+    """Caches of another family, another rotary embedding, or indexers in other layers."""
     cache = v4.PagedCache(config, max_batch_size=2, max_cache_len=64, **EXACT)
     with pytest.raises(ValueError, match=f"^model: cache must have {message}"):
         reference(family)(tokens()[:2, :3], cache=cache)

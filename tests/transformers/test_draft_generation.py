@@ -1,4 +1,4 @@
-"""``generate(num_draft_tokens=)`` writes what ``generate`` does, or samples from the same model."""
+"""``generate(num_draft_tokens=)`` writes ``generate``'s text, or samples from the same model."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def model(path):
 
 
 def prompts(*sizes):
-    """Prompts of random tokens, padded on the left, and their mask."""
+    """Return random prompts, padded on the left, and their mask."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 4, (len(sizes), max(sizes)), generator=generator)
     mask = torch.arange(max(sizes)) >= max(sizes) - torch.tensor(sizes)[:, None]
@@ -41,7 +41,7 @@ def prompts(*sizes):
 
 SIZES = (1, 2, 3, 4, 119, 120, 121, 122, 126, 127, 128, 129)
 BY_DEFAULT = {(3, 3), (121, 2)}
-"""Sizes of prompts and drafts; test_mtp.py has steps of every number of drafts across 128."""
+"""Lengths of prompts and numbers of drafts; test_mtp.py runs all numbers across position 128."""
 
 
 def greedy():
@@ -53,7 +53,7 @@ def greedy():
 
 @pytest.mark.parametrize(("size", "num_drafts"), greedy())
 def test_greedy_text_is_the_same(model, size, num_drafts):
-    """Whichever position mod 4 and 128 the drafts begin at."""
+    """Drafts begin at any position modulo 4 and 128."""
     ids, _ = prompts(size)
     settings = {"max_new_tokens": 11, "do_sample": False, "eos_token_id": None}
     want = model.generate(ids, **settings)
@@ -92,7 +92,7 @@ def test_sampled_text_is_that_of_any_default_dtype(model, dtype):
 @pytest.mark.slow
 @pytest.mark.nightly("hundreds of texts; verify_draft's own tests have what it samples")
 def test_sampled_text_has_the_models_distribution(model):
-    """Of three tokens, the first two of which drafts can stand for; four standard errors."""
+    """Three tokens, of which drafts can propose the first two; within four standard errors."""
     ids, _ = prompts(6)
     rows, settings = 240, {"temperature": 0.7, "top_k": 3, "top_p": 0.95}
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_cannot_do_is_refused_by_name(model, name):
-    """However it is given: as an argument, in the call's configuration, or as the model's own."""
+    """Settings come as arguments, in the call's configuration, or in the model's."""
     value, rule = REFUSED[name]
     ids, message = prompts(5)[0], f"{name} must {rule}. "
     refused(model, message, ids, **{name: value})
@@ -221,8 +221,8 @@ def test_a_mask_of_one_row_is_of_all(model, num_drafts):
 
 
 def test_one_compile_serves_all_sizes_and_drafts(tmp_path, monkeypatch):
-    """Of texts, prompts, drafts and settings. Captured steps, here by a fake of CUDA graphs, write
-    the same texts."""
+    """Texts, prompts, drafts and settings vary. Captured steps, here with simulated CUDA graphs,
+    return the same texts."""
     path = write_checkpoint(tmp_path, {**CONFIG, "num_hidden_layers": 1, "compress_ratios": [0, 0]})
     model = v4.patch(float32_model(path), kv="fp32", precision="reference")
     model = v4.load_mtp(model, path)

@@ -1,4 +1,4 @@
-"""Steps run with fake tensors first: their checks, and their kernels on a GPU that is not there."""
+"""Steps run with fake tensors first, which checks them and requests kernels of a simulated GPU."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,7 +26,7 @@ def cache_of(model, rows, length):
 
 @pytest.fixture
 def step(hopper, monkeypatch):  # noqa: F811
-    """A model and a cache with fake weights on the GPU, what workers get, and a longer cache."""
+    """Return a model and a cache with fake weights on the GPU, the workers, and a longer cache."""
     mode, workers = FakeTensorMode(allow_non_fake_inputs=True), Workers()
     monkeypatch.setattr(dry_runs, "FakeTensorMode", lambda **settings: mode)
     monkeypatch.setattr(inductor, "compile_workers", lambda: workers.submit)
@@ -48,8 +48,8 @@ def _nothing_fails(monkeypatch):
 
 
 def test_other_sizes_ask_for_others_alone(step):
-    """Small batches share all kernels but the fused insert, and caches of any length all: Triton
-    would compile others where a count is 1, or a multiple of 16."""
+    """Small batches share all kernels but the fused insert, and caches of any length share all.
+    Triton compiles others only if a count is 1, or a multiple of 16."""
     model, cache, workers, longer = step
     decodes, prefills = dry_runs.DryRuns(decode_step), dry_runs.DryRuns(prefill_step)
     others = dry_runs.DryRuns(decode_step)
@@ -135,7 +135,7 @@ def test_a_step_that_reads_values_is_left_to_its_launches(step, monkeypatch):
 
 @pytest.fixture
 def decode():
-    """A decode of one layer on the CPU: the model, the batch and the cache."""
+    """Return a decode of one layer on the CPU: the model, the batch and the cache."""
     model = v4.patch(small_model(layer_types=["sliding_attention"], mlp_layer_types=["moe"]))
     cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
     row = cache.add("a", num_tokens=9)
@@ -151,7 +151,7 @@ def pages_of_another_size(cache):
 
 
 def test_a_cache_of_another_structure_is_checked_before_anything_is_written(decode):
-    """The graphs hold for any number of blocks, and do not check the blocks again."""
+    """The graphs work for any number of blocks, and do not check the blocks again."""
     model, batch, cache = decode
     step = v4.compile_step(model, mode="regional", dynamic=True, backend="eager")
     step(batch, cache)
@@ -163,7 +163,7 @@ def test_a_cache_of_another_structure_is_checked_before_anything_is_written(deco
 
 
 def test_a_trace_checks_what_no_dry_run_did(decode, monkeypatch):
-    """Such as a model with a forward of the user's, of which a dry run knows nothing."""
+    """If the model has a user's forward, a dry run cannot check it, so the trace does."""
     model, batch, cache = decode
     logits = v4.decode_step(model, batch, cache.tensors)
     monkeypatch.setattr(dry_runs, "_calls_others", lambda model: True)

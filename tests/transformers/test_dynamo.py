@@ -1,5 +1,5 @@
-"""Hugging Face's calls of a patched model under Dynamo: what recompiles and what does not, and
-the module that ``export_decode`` exports."""
+"""Hugging Face's calls of a patched model under Dynamo: which of them recompile, and the module
+that ``export_decode`` exports."""
 
 from functools import lru_cache
 
@@ -25,7 +25,7 @@ def cache_of(model=None, **sizes):
 
 @lru_cache
 def one_layer(family="v4"):
-    """A patched model, and Hugging Face's logits: what arguments become, all layers share."""
+    """Return a patched model and Hugging Face's logits; one layer is enough for arguments."""
     if family == "v4":
         stock = small_model(layer_types=[HEAVY])
     else:
@@ -35,7 +35,7 @@ def one_layer(family="v4"):
 
 
 def decode(step, cache, steps=STEPS, family="v4", **given):
-    """Steps of one token; ``given`` are arguments as functions of the position."""
+    """Run steps of one token; ``given`` has functions from the position to an argument."""
     (model, logits), tokens = one_layer(family), text()[:2]
     model(tokens[:, :START], cache=cache)
     for place in range(START, START + steps):
@@ -47,7 +47,7 @@ def decode(step, cache, steps=STEPS, family="v4", **given):
 
 
 def test_one_graph_for_caches_of_equal_sizes():
-    """Neither steps nor another cache, neither requests nor blocks, compile again."""
+    """Later steps, another cache, and other requests and blocks do not compile again."""
     counter = CompileCounter()
     step = torch.compile(one_layer()[0], fullgraph=True, backend=counter)
     first, second = cache_of(), cache_of()
@@ -57,7 +57,7 @@ def test_one_graph_for_caches_of_equal_sizes():
     first.reset()
     decode(step, first, 3)
     assert counter.frame_count == 1
-    pooled = cache_of(num_blocks=2)  # its tensors are as large
+    pooled = cache_of(num_blocks=2)  # its tensors have the same sizes
     for requests in (("a", "b"), ("c", 5)):
         for request in requests:
             pooled.add(request, 64)
@@ -94,8 +94,8 @@ def test_errors_are_the_same_when_compiled():
 
 
 def test_the_exported_step():
-    """The module behind ``export_decode``, over steps that cross a window of 128: the bits of eager
-    steps, in logits and caches. It names our stages."""
+    """The module behind ``export_decode`` has the bits of eager steps in logits and caches, across
+    a window of 128. The program names our stages."""
     caches = [cache_of(reference(), max_cache_len=160, num_blocks=2) for _ in range(2)]
     engines = [Engine(reference(), cache, text()) for cache in caches]
     for engine in engines:

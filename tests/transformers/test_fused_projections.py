@@ -1,5 +1,5 @@
-"""Linear layers of one input that a GPU multiplies at once: their parameters stay what they are,
-and the products are those of the layers."""
+"""Linear layers with one input, which a GPU multiplies at once: their parameters stay, and the
+products are equal."""
 
 import copy
 import tempfile
@@ -43,7 +43,7 @@ def holders(model):
 
 
 def layers_of(holder, attention):
-    """What ``holder`` multiplies its input by."""
+    """Return the layers that multiply the input of ``holder``."""
     if holder is getattr(attention.compressor, "indexer", None):
         return fused_projections.of_queries(attention)
     return next(of(holder) for of, name in PARTS.items() if name in holder._modules)
@@ -68,7 +68,7 @@ def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
 
 
 def test_products_are_those_of_the_layers(model):
-    # the attention layer, its compressor, the queries with its indexer, and its shared experts
+    # the attention layer, its compressor, queries with those of its indexer, and its shared experts
     assert len(holders(model)) == 4
     for holder in holders(model):
         layers = layers_of(holder, model.model.layers[0].self_attn)
@@ -79,7 +79,7 @@ def test_products_are_those_of_the_layers(model):
 
 
 def test_heads_are_those_of_the_layers(model, monkeypatch):
-    """Views of one product, in one graph for one row and for several."""
+    """The results are views of one product, in one graph for one row and for several."""
     attention = model.model.layers[0].self_attn
     together, dims = attention.compressor.indexer.dsv4_ops_fused, (attention.head_dim, 64)
     monkeypatch.setattr(type(together), "forward", lambda self, x: x)
@@ -112,8 +112,8 @@ def test_norms_and_swiglu_are_those_of_the_layers(model):
 
 
 def test_a_step_is_one_graph_with_the_bits_of_the_eager_one(loaded, monkeypatch):
-    """With the router and hyper-connections as ops, too, and activations in FP8: all that a GPU's
-    decode step has. Inductor cannot read scales of e8m0."""
+    """Router and hyper-connections are ops too, and activations are FP8, as in a decode step on a
+    GPU. Inductor cannot read e8m0 scales."""
     monkeypatch.setattr(fused_projections, "FUSED_ON", ("cpu",))
     monkeypatch.setattr(forwards, "FUSED_ON", ("cpu",))
     ran = []
@@ -148,7 +148,7 @@ def test_a_hook_gets_the_experts_sum_alone(model, monkeypatch):
 
 
 def test_what_was_moved_or_changed_since(model):
-    copied = copy.deepcopy(model)  # with a copy of every parameter
+    copied = copy.deepcopy(model)  # has a copy of every parameter
     attention = copied.model.layers[0].self_attn
     assert not attention.dsv4_ops_fused.holds(layers_of(attention, attention))
     copied.dsv4_ops_spec.refresh("model", copied.model)

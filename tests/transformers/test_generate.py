@@ -1,5 +1,5 @@
-"""``generate`` of a patched model: the tokens of Hugging Face's own, from every kind of cache, and
-errors before anything is written."""
+"""``generate`` of a patched model: Hugging Face's tokens, with every kind of cache, and errors
+before anything is written."""
 
 from copy import deepcopy
 from functools import lru_cache
@@ -39,7 +39,7 @@ def wanted():
 
 @pytest.mark.parametrize("make", [small_model, small_mla_model, small_dsa_model])
 def test_tensors_are_made_on_the_device_of_the_model(make):
-    """And not on the default device, by ``patch`` and by ``generate``."""
+    """``patch`` and ``generate`` ignore the default device."""
     model, tokens = make(), ids()
     want = generate(model, tokens)
     with torch.device("meta"):
@@ -101,7 +101,7 @@ def test_samples_with_a_seed():
 
 
 def test_embeddings():
-    """Without hash routers, which need ids."""
+    """The model has no hash routers, which need ids."""
     model = small_model(mlp_layer_types=["moe"] * 3)
     embeddings = model.get_input_embeddings()(ids())
     want = generate(model)[:, PROMPT:]
@@ -111,7 +111,7 @@ def test_embeddings():
 
 
 def test_copies_of_a_cache_share_a_prompt():
-    """As Hugging Face's guide to prompt caching has it."""
+    """The copies are those of Hugging Face's guide to prompt caching."""
     prompt = cache_of()
     reference()(ids(), cache=prompt)
     for _ in range(2):
@@ -191,7 +191,7 @@ def test_beams():
     ids=str,
 )
 def test_masks_are_of_the_prompts(mask):
-    """However these are given, and whatever cache is."""
+    """This holds however the prompts are passed, and for every cache."""
     found = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
     cache, embedded = cache_of(), reference().model.embed_tokens(ids())
     for given in (
@@ -228,8 +228,8 @@ def test_what_hugging_face_refuses():
     ],
 )  # fmt: skip
 def test_hidden_states(chunk, settings):
-    """Of every step, a prompt's in one, however many chunks it takes; or of chunks that are asked
-    for, the last."""
+    """A prompt's hidden states are those of one step, however many chunks it takes; if chunks are
+    requested, they are those of the last chunk."""
     record = {"output_hidden_states": True, "return_dict_in_generate": True}
     want = generate(stock(), **record, **settings).hidden_states
     got = generate(reference(), cache=cache_of(max_chunk=chunk), **record, **settings)
@@ -241,7 +241,7 @@ def test_hidden_states(chunk, settings):
 
 @pytest.mark.parametrize("shape", [(1, 0), (2, 0), (0, 5), (0,)], ids=str)
 def test_empty_prompts(shape):
-    """Hugging Face's errors are of its tensors, whatever the cache is."""
+    """Hugging Face's own errors would be about its tensors."""
     model, width = reference(), reference().config.hidden_size
     ids = torch.zeros(shape, dtype=torch.int64)
     kinds = [("inputs", ids), ("input_ids", ids)]
@@ -271,7 +271,7 @@ def mla(version, patched, **fields):
 
 
 def repeated():
-    """A text that repeats itself, so that look-ups find drafts."""
+    """Return a text that repeats itself, in which look-ups find drafts."""
     return text()[:1, :8].repeat(1, 3)
 
 
@@ -302,7 +302,7 @@ def test_assisted_decoding_of_v3_and_v2(name, version, sampled):
 
 
 def test_drafts_are_accepted_and_rejected(monkeypatch):
-    """Or the test above would show nothing."""
+    """Without both, the test above would show nothing."""
     crops, cropped = [], v4.PagedCache.crop
 
     def crop(cache, tokens_to_remove):
@@ -314,7 +314,7 @@ def test_drafts_are_accepted_and_rejected(monkeypatch):
     own = {"assistant_model": model, "max_new_tokens": 12}
     plain = generate(model, repeated(), max_new_tokens=12)
     assert torch.equal(generate(model, repeated(), **own), plain)
-    assert len(crops) < 12  # drafts of the model itself are accepted
+    assert len(crops) < 12  # the model accepts its own drafts
     crops.clear()
     generate(model, repeated(), prompt_lookup_num_tokens=3, max_new_tokens=12)
     assert min(crops) < 0

@@ -1,5 +1,5 @@
-"""Steps whose hyper-connections are one op each: the bits of the modules', and a fall back
-to modules that were changed."""
+"""Steps whose hyper-connections are one op each have the bits of the modules, and run the modules
+if a user changed them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.hf_models import first_step
 
 @pytest.fixture
 def decode(monkeypatch):
-    """Logits of a step with ops on the CPU or without, and how many ops ran."""
+    """Return logits of a step, with or without ops on the CPU, and the number of ops."""
     model = v4.patch(small_model(dtype=torch.bfloat16), kv="fp8")
     ran = []
     op = forwards.hyper_connection
@@ -31,14 +31,14 @@ def decode(monkeypatch):
 
 
 def test_ops_give_the_bits_of_the_modules(decode):
-    """test_fused_projections.py compiles them."""
+    """test_fused_projections.py compiles these ops."""
     (expected, none), (found, count) = decode(()), decode(("cpu",))
     assert (none, count) == (0, 6)
     assert torch.equal(found, expected)
 
 
 def test_prefills_take_the_ops(decode):
-    """Of three tokens and two, whose last ones the head sees."""
+    """Requests have three and two tokens; the head sees the last ones."""
     batch = v4.StepBatch(
         torch.tensor([7, 5, 3, 2, 9]),
         *(torch.tensor(each, dtype=torch.int32) for each in ([0, 3, 5], [3, 2], [0, 1])),
@@ -62,7 +62,7 @@ def test_modules_with_hooks_are_called(decode):
 
 
 def test_blocks_are_added_by_the_next_layer(decode, monkeypatch):
-    """The first layer gets a block that adds nothing, so that layers of a kind share a graph."""
+    """The first layer's earlier block adds nothing, so that layers of a kind share a graph."""
     given, op = [], forwards.hyper_connection
     monkeypatch.setattr(
         forwards, "hyper_connection", lambda *args, **rest: given.append(args) or op(*args, **rest)
@@ -74,7 +74,7 @@ def test_blocks_are_added_by_the_next_layer(decode, monkeypatch):
     assert not block_out.any()
     assert not post.any()
     assert torch.equal(mix, torch.eye(4).expand(2, 4, 4))
-    again = given[2]  # of the second layer
+    again = given[2]  # the second layer
     assert [each.stride() for each in again] == [each.stride() for each in given[0]]
 
 

@@ -1,4 +1,4 @@
-"""Caches and CUDA graphs that ``generate`` keeps for its next call, with graphs of a CPU."""
+"""Caches and CUDA graphs that ``generate`` keeps for its next call, with simulated CUDA graphs."""
 
 import gc
 import re
@@ -26,7 +26,7 @@ SETTINGS = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_tok
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Parts that one test compiles and others load."""
+    """A folder of parts, which one test compiles and others load."""
     return tmp_path_factory.mktemp("parts")
 
 
@@ -37,7 +37,7 @@ def all_captures(folder, monkeypatch):
 
 @pytest.fixture
 def captures(all_captures, monkeypatch):
-    """Captures of decode steps alone."""
+    """Record captures of decode steps only."""
     monkeypatch.setattr(kept, "MOST_TOKENS", 0)
     return all_captures
 
@@ -49,7 +49,7 @@ def model():
 
 
 def check(model, ids=PROMPT, **settings):
-    """A call that may keep returns the tokens of one that does not."""
+    """Check that a call with kept graphs returns the tokens of a call without."""
     settings = SETTINGS | settings
     out = []
     for more in ({"compile_config": CONFIG}, {"disable_compile": True}):
@@ -64,7 +64,7 @@ def caches(model):
 
 
 def test_later_calls_capture_nothing(model, captures):
-    """Of other prompts, lengths and settings; another number of texts captures once."""
+    """Prompts, lengths and settings may differ; another number of texts captures once."""
     longer = torch.cat([PROMPT, PROMPT + 1, PROMPT.flip(0)], 1)
     check(model)
     assert captures == ["pool"]
@@ -82,7 +82,7 @@ def test_later_calls_capture_nothing(model, captures):
 
 
 def test_graphs_follow_the_weights(model, captures):
-    """New values need no capture; weights that ``patch`` copied and other addresses need one."""
+    """New values need no capture; copies that ``patch`` made, and other addresses, need one."""
     first = check(model)
     layer = model.model.layers[0]
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_graphs_follow_the_weights(model, captures):
 
 
 def test_what_hugging_face_changes_while_it_decodes(model, captures, monkeypatch):
-    """On a GPU it switches the configured experts and back; the graph is of the switched ones."""
+    """On a GPU it changes the configured experts and back; the graph has the changed experts."""
 
     @contextmanager
     def switched(self):
@@ -181,7 +181,7 @@ def test_a_call_that_fails_gives_nothing_back(model, captures):
 
 
 def test_caches_are_few_and_small(model, captures, monkeypatch):
-    """A larger one replaces those that it covers; the oldest goes; all go where memory lacks."""
+    """A larger cache replaces smaller ones; the oldest is freed, or all if memory is short."""
     check(model, PROMPT[:1])
     check(model)  # more rows
     assert [each.sizes[:2] for each in caches(model)] == [(2, 64)]
@@ -208,7 +208,7 @@ def test_memory_that_lacks_is_taken_from_kept_caches(model, captures, monkeypatc
         return before(model, *sizes)
 
     monkeypatch.setattr(kept, "_cache", lacking)
-    gc.disable()  # a cycle would hold the memory
+    gc.disable()  # a reference cycle would hold the memory
     try:
         model.generate(PROMPT, compile_config=CONFIG, **SETTINGS)
     finally:
@@ -219,7 +219,7 @@ def test_memory_that_lacks_is_taken_from_kept_caches(model, captures, monkeypatc
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("release", [v4.empty_cache, v4.unpatch])
 def test_what_is_kept_is_freed(model, release):
-    """At once, and by a call that has taken it too."""
+    """The memory is free at once, also after a call that uses the graph."""
     check(model)
     ref = weakref.ref(caches(model)[0].cache)
     gc.disable()
@@ -231,7 +231,7 @@ def test_what_is_kept_is_freed(model, release):
 
 
 def test_a_cache_is_for_its_model(model, captures):
-    """Its settings, and inference mode, whose tensors no other mode writes."""
+    """It depends on settings, and on inference mode, whose tensors other modes cannot write."""
     check(model)
     with torch.inference_mode():
         check(model)
@@ -247,8 +247,8 @@ def test_a_cache_is_for_its_model(model, captures):
 
 @pytest.mark.parametrize("make", [small_model, small_mla_model])
 def test_a_captured_prefill_is_the_step(make, all_captures, monkeypatch):
-    """Logits and bytes of caches, in chunks of 32 tokens, with absent tokens, and at contexts that
-    its capture had not seen."""
+    """Logits and bytes of caches are equal, in chunks of 32 tokens, with absent tokens, and at
+    contexts that the capture had not seen."""
     monkeypatch.setattr(kept, "LEAST_TOKENS", 16)
     model = v4.patch(make(), kv="fp32", precision="reference")
     sizes = {"max_batch_size": 2, "max_cache_len": 128, "max_chunk": 32}
@@ -276,7 +276,7 @@ def test_a_captured_prefill_is_the_step(make, all_captures, monkeypatch):
 
 
 def test_later_prompts_replay_a_prefill(model, all_captures):
-    """Of other lengths and with padding; other weights and hooks are not left out."""
+    """Later prompts have other lengths and padding; changed weights and hooks have effect."""
     prompt = PROMPT[:1]
     for count in (1, 1, 2, 2):
         check(model, prompt)
@@ -289,8 +289,8 @@ def test_later_prompts_replay_a_prefill(model, all_captures):
     assert not torch.equal(check(model, prompt)[:, 7:], first[:, 7:])
     assert len(all_captures) == 2
     with torch.no_grad():
-        layer.self_attn.kv_b_proj.weight.mul_(-1)  # ``patch`` copied it
-    for count in (3, 3, 3, 4):  # of decode, then of the prompt
+        layer.self_attn.kv_b_proj.weight.mul_(-1)  # ``patch`` copied this weight
+    for count in (3, 3, 3, 4):  # captures of the decode, then of the prompt
         check(model, prompt)
         assert len(all_captures) == count
     calls = []
@@ -302,7 +302,7 @@ def test_later_prompts_replay_a_prefill(model, all_captures):
 
 
 def test_a_capture_is_not_the_first_run_of_a_changed_model(model, all_captures):
-    """Which would compile and load kernels inside it."""
+    """Otherwise the capture would compile and load kernels."""
     for extra, count in ((0, 1), (0, 1), (1, 2), (1, 2), (1, 3)):  # decodes, then the prompt
         model.model.layers[0].mlp.extra = extra
         check(model)
@@ -310,7 +310,7 @@ def test_a_capture_is_not_the_first_run_of_a_changed_model(model, all_captures):
 
 
 def test_prompts_that_no_kept_step_takes(model, all_captures):
-    """Others run, or raise, as without graphs."""
+    """These prompts run, or raise, as without graphs."""
     positions = torch.arange(7).expand(2, 7)
     for _ in range(3):
         check(model, position_ids=positions)
@@ -328,7 +328,7 @@ def test_prompts_that_no_kept_step_takes(model, all_captures):
 
 
 def test_a_prefill_graph_that_does_not_fit(model, all_captures, monkeypatch):
-    """The prompts run without it, its pool is freed, and it is not tried again."""
+    """Prompts run without this graph, its pool is freed, and no later call captures it again."""
     tries, before = [], kept.captured
 
     def lacking(run, pool):

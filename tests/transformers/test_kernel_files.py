@@ -1,4 +1,4 @@
-"""Files of kernels that a file of parts brings: by the names under which this process looks."""
+"""Kernels in a file of parts get the file names that this process looks for."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ SETTINGS = {"fullgraph": True, "dynamic": False}
 
 @pytest.fixture
 def moved(tmp_path, monkeypatch):
-    """Write a file of parts for this folder of code, and read it as if for another one."""
+    """Write a file of parts for one folder of compiled code, and read it for another folder."""
 
     def move(name):
         monkeypatch.setattr(kernel_files, "code_folder", lambda: tmp_path / "first")
@@ -35,7 +35,7 @@ def tuned_path(source, tag):
 
 
 def test_what_kernels_were_tuned_to(tmp_path, moved):
-    """What Inductor keeps beside a kernel that it has timed, at the same place of its folder."""
+    """Inductor stores tuning results beside the kernel, at the same place of its folder."""
     tuned = tmp_path / "first" / "ab" / "abc.best_config"
     tuned.parent.mkdir(parents=True)
     tuned.write_text('{"XBLOCK": 8}')
@@ -45,7 +45,7 @@ def test_what_kernels_were_tuned_to(tmp_path, moved):
 
 
 def test_what_workers_tuned_has_the_name_that_other_processes_look_for(tmp_path, moved):
-    """They have no tag of caches; what is there by its name with the tag counts more."""
+    """Workers store results without the cache tag; a file whose name has the tag has priority."""
     source = tmp_path / "first" / "ab" / "abc.py"
     source.parent.mkdir(parents=True)
     source.write_text("kernel")
@@ -113,7 +113,7 @@ def test_triton_names_its_files_by_the_ptxas_of_workers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_compat, "set_ptxas_path", set_path)
     kernel_files.agree_with_workers()
-    assert get_ptxas_version(80) == before  # no GPU, no kernels
+    assert get_ptxas_version(80) == before  # without a GPU there are no kernels
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     try:
         kernel_files.agree_with_workers()

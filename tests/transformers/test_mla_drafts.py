@@ -20,12 +20,12 @@ from tests.support import v3_checkpoint
 from tests.transformers.test_deepseek_v32 import EXACT, ordered_ties, small
 from tests.transformers.test_mtp import greedy_text, oracle_drafts, speculate
 
-LAYERS, VOCAB = 2, 3  # so few tokens that a random draft is accepted now and then
+LAYERS, VOCAB = 2, 3  # few tokens, so that random drafts are sometimes accepted
 FAMILIES = ("V3", "V3.2", "GLM-5")
 
 
 def of_layers(family, layers, **changed):
-    """A model whose last layer is the draft's where there is one more than LAYERS."""
+    """Return a model; if it has more than LAYERS layers, the last one is the draft layer."""
     special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     sizes = {"num_hidden_layers": layers, "vocab_size": VOCAB, **special, **changed}
     return small(family, **sizes)
@@ -46,7 +46,7 @@ def drafting(paths, family):
 
 
 class Oracle:
-    """The layer as the only one of a model of Hugging Face, which reads embeddings."""
+    """The draft layer as the only layer of a Hugging Face model, which reads embeddings."""
 
     def __init__(self, path, family):
         files = load_file(path / "model.safetensors")
@@ -83,7 +83,7 @@ def text():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_greedy_and_drafts_are_those_of_the_formula(paths, family, text):
-    """Contexts are of fewer and of more tokens than are selected, which are 16."""
+    """Contexts have fewer and more tokens than the 16 that are selected."""
     model, oracle = drafting(paths, family), Oracle(paths / family, family)
     want, counts = greedy_text(model, text), set()
     for index, (known, found) in enumerate(speculate(model, text, 2)):
@@ -99,7 +99,7 @@ def test_text_is_greedy_and_drafts_are_those_of_the_formula(paths, family, text)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_formula(paths, family, text, monkeypatch):
-    """Of the first draft after a prompt, in float32."""
+    """The first draft after a prompt, in float32."""
     model, oracle = drafting(paths, family), Oracle(paths / family, family)
     ids, seen = text[:1, :60], []
     monkeypatch.setattr(
@@ -141,7 +141,7 @@ def test_a_step_is_one_graph(paths, text):
 
 @pytest.mark.parametrize("family", [3, 32, "GLM-5"])
 def test_fp8_files(family, tmp_path):
-    """Codes where the model has codes, of the same values; else their values."""
+    """Draft weights are codes where the model has codes, with the same values."""
     types = {"indexer_types": ["full", "shared", "full"]} if family == "GLM-5" else {}
     whole = v3_checkpoint.random_model(family, num_hidden_layers=3, **types)
     state = v3_checkpoint.write(tmp_path, whole)

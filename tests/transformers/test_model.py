@@ -1,5 +1,5 @@
-"""A patched model against Hugging Face's own, in float32: the same logits for every way to split
-requests into steps."""
+"""A patched model against Hugging Face's, in float32: equal logits for every split of requests into
+steps."""
 
 import functools
 from random import Random
@@ -19,7 +19,7 @@ CLOSE = 1e-4  # logits have a standard deviation of one
 
 
 def test_prefill_then_decodes_as_hugging_face_calls_it():
-    """Past the end of the window, and past two windows of 128."""
+    """The steps pass the end of the window, and two windows of 128."""
     model, cache, tokens = reference(), new_cache(max_cache_len=LENGTH), text()
     start, steps = (200, 64) if NIGHTLY else (246, 18)
     got = [model(tokens[:, :start], cache=cache, use_cache=True).logits]
@@ -37,7 +37,7 @@ def test_prefill_then_decodes_as_hugging_face_calls_it():
 
 @pytest.mark.parametrize("seed", [0, *nightly("the same with other chunks", 1)])
 def test_random_chunks_of_ragged_batches(seed):
-    """Decodes before chunks, requests that rest, padding requests, blocks from a pool."""
+    """Decodes precede chunks, some requests pause or are padding, and blocks come from a pool."""
     rng = Random(seed)
     most = rng.choice([65, 130])
     cache = new_cache(num_blocks=6, max_chunk=most)
@@ -49,7 +49,7 @@ def test_random_chunks_of_ragged_batches(seed):
 
 
 def test_a_row_is_used_again():
-    """Blocks and rings keep what a request left in them."""
+    """Blocks and rings keep the values of the earlier request."""
     cache, tokens = new_cache(max_batch_size=1, num_blocks=2), text()
     for request in range(2):
         engine = Engine(reference(), cache, tokens)
@@ -62,7 +62,7 @@ def test_a_row_is_used_again():
 
 
 def test_speculative_tokens_are_taken_back():
-    """A step of three tokens, two of them wrong, then the right ones: states, windows, blocks."""
+    """A step has three tokens, two of them wrong; the next step overwrites all their values."""
     cache, tokens = new_cache(next_n=3), text().clone()
     engine = Engine(reference(), cache, tokens)
     engine.prefill({0: 126, 1: 5, 2: 60})
@@ -80,7 +80,7 @@ def test_speculative_tokens_are_taken_back():
 
 
 def test_steps_of_no_more_tokens_than_may_be_taken_back_keep_their_states_at_once():
-    """One token of every request, and two where two may be taken back; past several windows."""
+    """Every request has one token or, if two may be rejected, two; past several windows."""
     model, tokens = reference(), text()
     for next_n, counts in ((1, {0: 1, 1: 1}), (2, {0: 2, 1: 1})):
         engine = Engine(model, new_cache(next_n=next_n), tokens)
@@ -95,8 +95,8 @@ def test_steps_of_no_more_tokens_than_may_be_taken_back_keep_their_states_at_onc
 
 
 def test_too_long_a_chunk_does_not_spoil_other_requests(monkeypatch):
-    """Where values are not read, of a request with more tokens than ``max_chunk`` the last ones are
-    taken and the others counted; a padded batch is refused."""
+    """If values are not read, the last ``max_chunk`` tokens of a longer request are stored and the
+    others counted; a padded batch is refused."""
     model, tokens = reference(), text()
     monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     cache = new_cache(max_chunk=64)
@@ -112,7 +112,7 @@ def test_too_long_a_chunk_does_not_spoil_other_requests(monkeypatch):
 
 
 def test_attention_is_batch_invariant():
-    """A request's logits are the same bits with any neighbours, in steps of one shape."""
+    """In steps of one shape, a request's logits have the same bits beside any other requests."""
     model = v4.patch(small_model(), kv="fp32", precision="reference", batch_invariant=True)
     seen = []
     for neighbours in (text()[[0, 1, 2]], text()[[0, 2, 1]], text()[[0, 0, 0]]):

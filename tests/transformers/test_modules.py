@@ -1,5 +1,5 @@
-"""Modules that users change in a patched model: hooks, adapters and other forwards run as they do
-in Hugging Face's own, before and after ``patch``, or steps refuse them."""
+"""Modules that users change in a patched model: hooks, adapters and other forwards run as in
+Hugging Face's model, before and after ``patch``, or steps refuse them."""
 
 import io
 import pickle
@@ -43,7 +43,7 @@ SKIPPED = [
 
 
 class LoraLinear(nn.Module):
-    """A projection and what an adapter adds to it."""
+    """A projection plus an adapter."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -72,13 +72,13 @@ def with_lora(model, names):
 
 
 def doubled(_module, _args, out):
-    """A hook: what is first of the results, doubled."""
+    """A hook that doubles the first result."""
     return 2 * out if isinstance(out, torch.Tensor) else (2 * out[0], *out[1:])
 
 
 def hooked(model):
     for name in CALLED:
-        place = 1 if name.endswith("mlp.gate") else 0  # logits of routers are not used
+        place = 1 if name.endswith("mlp.gate") else 0  # routers' logits are not used
 
         def hook(_module, _args, out, place=place):
             if isinstance(out, torch.Tensor):
@@ -93,7 +93,7 @@ def adapted(model):
 
 
 def replaced(model):
-    """Linears of a bias, and forwards of instances."""
+    """Linear layers with a bias, and forwards of instances."""
     for name in [*PROJECTIONS, "lm_head"]:
         old = model.get_submodule(name)
         new = nn.Linear(old.in_features, old.out_features)
@@ -201,7 +201,7 @@ def test_which_linears_are_products():
 
 
 def refuses(model, message, error=NotImplementedError):
-    """Of every way to take a step, before anything is written."""
+    """Check that every kind of step refuses the model before anything is written."""
     cache = v4.PagedCache(
         small_config(), max_batch_size=2, max_cache_len=64, kv="fp32", precision="reference"
     )
@@ -286,7 +286,7 @@ DEVICES = ["embed_tokens", "layers.0", "layers.2", "norm", "rotary_emb", "hc_hea
 
 @pytest.mark.parametrize("force_hooks", [True, *nightly("hooks", False)])
 def test_models_of_accelerate(force_hooks, tmp_path):
-    """On one device they run; what is split or offloaded is refused."""
+    """Models on one device run; models that are split or offloaded are refused."""
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
     on_disk = {"lm_head": "cpu", **{f"model.{name}": "cpu" for name in DEVICES}}
     on_disk["model.layers.1"] = "disk"
@@ -323,7 +323,7 @@ def test_weights_elsewhere_are_refused():
 
 @pytest.mark.parametrize("impl", ["triton", "flash_mla", "deep_gemm"])
 def test_executions_of_a_gpu_are_refused_at_the_first_step(impl):
-    """A model may be moved once it is patched."""
+    """A user may move a model after ``patch``."""
     model = v4.patch(small_model(), impl=impl)
     cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     with pytest.raises(RuntimeError, match=f"^model: impl must be 'auto' or .*, got '{impl}'"):
@@ -357,7 +357,7 @@ def test_copies_run_their_own_weights(copied, precision):
     assert torch.equal(out, own)
     names = {name for module in copy.modules() for name in vars(module)}
     assert names == {name for module in small_model().modules() for name in vars(module)}
-    assert v4.unpatch(model) is model  # the copy's undoing left it alone
+    assert v4.unpatch(model) is model  # undoing the copy did not change the original
 
 
 def test_a_streamer_cannot_unpatch_its_model():

@@ -1,4 +1,4 @@
-"""The draft layer of a checkpoint: loaded by name, and equal to its formula."""
+"""The draft layer of a checkpoint is loaded by name, and equals its formula."""
 
 import itertools
 import json
@@ -20,10 +20,10 @@ from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import NIGHTLY, i32, nightly
 from tests.oracles.mtp import MtpOracle, dequantised_model, float32_model
 
-# so few tokens that a random draft is accepted now and then
+# few tokens, so that random drafts are sometimes accepted
 CONFIG = {**TINY, "vocab_size": 3, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
 PROMPTS = (120, 3, 61)
-NEW = 12  # past position 128, and every position mod 4
+NEW = 12  # past position 128, and at every position modulo 4
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def prompts(text, cache):
 
 
 def greedy_text(model, text):
-    """Prompt and NEW + 1 tokens of plain greedy decoding, of each request."""
+    """Return prompt and NEW + 1 greedy tokens of each request."""
     found = []
     for index, size in enumerate(PROMPTS):
         known = text[index : index + 1, :size]
@@ -71,20 +71,20 @@ def greedy_text(model, text):
 
 
 def oracle_drafts(oracle, known, num_drafts):
-    """Drafts behind ``known``, whose last token the trunk has not seen."""
+    """Return the oracle's drafts after ``known``, whose last token the trunk has not seen."""
     streams = oracle.streams(known[None, :-1])
     following, drafts = known[None, 1:], []
     for _ in range(num_drafts):
         logits, out = oracle.draft(streams, following)
         drafts.append(logits[0, -1].argmax())
-        # the next position reads what the draft layer itself made of this one
+        # the next position reads the draft layer's own streams
         streams = torch.cat([streams, out[:, -1:]], 1)
         following = torch.cat([following, drafts[-1].view(1, 1)], 1)
     return torch.stack(drafts)
 
 
 def speculate(model, text, num_drafts, step=v4.speculative_step):
-    """Run until every request has NEW tokens; yield tokens known before each step and the step."""
+    """Run until every request has NEW tokens; yield the tokens before each step, and the step."""
     cache = new_cache(model, num_drafts)
     found = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=num_drafts)
     known = [torch.cat([text[n, :size], found.tokens[n, :1]]) for n, size in enumerate(PROMPTS)]
@@ -95,7 +95,7 @@ def speculate(model, text, num_drafts, step=v4.speculative_step):
         counts = found.num_accepted + 1
         rows = zip(known, found.tokens, counts, strict=True)
         known = [torch.cat([each, tokens[:count]]) for each, tokens, count in rows]
-        # the last token is not stored, and rejected drafts no longer count
+        # the last token is not stored, and rejected drafts are not counted
         assert cache.seq_lens.tolist() == [len(each) - 1 for each in known]
         yield known, found
     cache.raise_if_dropped()
@@ -110,7 +110,7 @@ def test_text_is_greedy_and_drafts_are_those_of_the_formula(model, oracle, text,
             length = min(len(each), len(want[request]))
             assert torch.equal(each[:length], want[request][:length])
             assert int(drafts[request, 0]) == int(each[-1])
-            if NIGHTLY or index % 4 == request:  # the oracle takes whole texts
+            if NIGHTLY or index % 4 == request:  # the oracle computes whole texts
                 wanted = oracle_drafts(oracle, each, num_drafts)
                 assert torch.equal(drafts[request, 1:], wanted)
             assert int(found.batch.seq_lens[request]) == len(each) + num_drafts
@@ -121,7 +121,7 @@ def test_text_is_greedy_and_drafts_are_those_of_the_formula(model, oracle, text,
 
 @pytest.fixture
 def changed(path, tmp_path):
-    """Write the checkpoint again, changed."""
+    """Write a changed copy of the checkpoint."""
 
     def write(change=lambda held: None, **config):
         held = dict(tensors(path))
@@ -142,7 +142,7 @@ def quantized(path):
 
 
 def weights(module):
-    """Values of a module's parameters, those of quantised ones included."""
+    """Return a module's parameters as values; codes are dequantised."""
     found = dict(module.named_parameters()) | dict(module.named_buffers())
     for name in list(found):
         scale = found.get(f"{name}_scale_inv")
@@ -271,7 +271,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(quantized, changed, change, me
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 0.75])
 def test_float32_scales_that_bytes_cannot_hold_are_refused(tmp_path, value):
-    """By a model that is dequantised, too."""
+    """A model that dequantises is refused, too."""
     folder = write_checkpoint(tmp_path, CONFIG, family="base", shards=1)
     file = folder / "model-00001-of-00001.safetensors"
     held = dict(tensors(folder))
@@ -310,7 +310,7 @@ def test_weights_by_their_names_in_the_files(path, model):
 
 
 def test_a_step_is_one_graph(text, tmp_path):
-    """Of one layer and the draft layer."""
+    """The model has one layer and the draft layer."""
     path = write_checkpoint(tmp_path, {**CONFIG, "num_hidden_layers": 1, "compress_ratios": [0, 0]})
     patched = v4.patch(float32_model(path), kv="fp32", precision="reference")
     model = v4.load_mtp(patched, path)
@@ -341,7 +341,7 @@ def test_prompts_in_chunks_draft_as_whole_ones(model, text, chunk):
 
 
 def test_the_draft_after_position_0_reads_the_streams_only(model):
-    """Prompts that differ in their second token have the same draft keys at position 0."""
+    """Prompts that differ in their second token have the same draft key at position 0."""
     keys = []
     for second in (0, 1):
         cache = new_cache(model, 1, max_batch_size=1)

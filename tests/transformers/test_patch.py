@@ -1,5 +1,5 @@
-"""What a user of Hugging Face's model does with a patched one: patching, saving, copying, training,
-calls without a ``PagedCache``. Calls with one are in ``test_calls.py``."""
+"""Uses of a patched Hugging Face model: patching, saving, copying, training, and calls without a
+``PagedCache``. ``test_calls.py`` has calls with one."""
 
 from copy import deepcopy
 from functools import partial
@@ -43,7 +43,7 @@ def same(one, other):
 
 
 def test_save_and_load(tmp_path):
-    """A patched model is saved as any other is; what is loaded is not patched."""
+    """A patched model is saved like any other; the loaded model is not patched."""
     model = patched()
     model.save_pretrained(tmp_path)
     assert not any("dsv4" in path.read_text() for path in tmp_path.glob("*.json"))
@@ -59,7 +59,7 @@ def test_save_and_load(tmp_path):
 
 
 def test_a_forward_that_an_instance_had_before():
-    """Other tools replace forwards on instances too: hf still run, in copies as well."""
+    """Other tools replace forwards on instances; these forwards still run, in copies as well."""
     model, calls = small_model(), []
 
     def forward(self, *args, **rest):
@@ -90,7 +90,7 @@ def test_calls_without_our_cache(cache, precision):
         later = model(tokens[:, 130:], cache=getattr(out, cache_argument()))
         got = torch.cat([out.logits, later.logits], 1)
     want = expected()[:2, :140]
-    # of the largest logit: processors add in orders of their own
+    # relative to the largest logit: CPUs add in different orders
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE * float(want.abs().max()))
 
 
@@ -236,7 +236,7 @@ def test_gradients_are_hugging_faces(precision, checkpointing):
 
 @torch.enable_grad()
 def test_weights_that_require_gradients_run_from_our_cache():
-    """In training mode too, and outside of ``no_grad``."""
+    """Also in training mode, and without ``no_grad``."""
     model = patched().requires_grad_(True).train()
     out = model(ids(), cache=cache_of(model), labels=ids())
     want = stock()(ids(), labels=ids())

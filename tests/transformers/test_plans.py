@@ -1,5 +1,5 @@
-"""Decodes of a patched model plan the attention of its C128 layers: which steps do, and how to
-leave it. tests/attention/test_layer_plans.py has that no result changes."""
+"""Decodes of a patched model plan the attention of its C128 layers: which steps do, and how to turn
+this off. tests/attention/test_layer_plans.py shows that results do not change."""
 
 import copy
 import pickle
@@ -25,14 +25,14 @@ def patched(model=None, **settings):
 
 
 def plans(run) -> int:
-    """Plans that ``run`` makes."""
+    """Record the plans of ``run``."""
     with Called() as called:
         run()
     return called.names.count("sparse_mla_plan")
 
 
 def test_decodes_make_one_plan_and_prefills_none():
-    """However many of its layers go by it."""
+    """One plan serves all C128 layers."""
     model = patched(small_model(layer_types=[LAYER_TYPES[2]] * 2))
     for each in (reference(), model):
         engine = Engine(each, new_cache(each), text())
@@ -84,8 +84,8 @@ METADATA = {"flash_mla": "flash_mla_metadata", "deep_gemm": "paged_mqa_logits_me
 def test_steps_share_what_a_library_would_make_in_every_layer(
     request, monkeypatch, impl: str, made: tuple[int, int]
 ):
-    """FlashMLA's metadata for each kind of layer in decodes, DeepGEMM's schedule in all steps; the
-    stand-ins refuse any other than their own, of which they make none. No logit changes."""
+    """Decodes have FlashMLA's metadata for each kind of layer; all steps have DeepGEMM's schedule.
+    The fakes refuse other metadata, and make none themselves. Logits do not change."""
     library = request.getfixturevalue(impl)
     types = [LAYER_TYPES[layer % 3] for layer in range(4)]
     small = partial(small_model, layer_types=types, num_attention_heads=64, index_n_heads=64)
@@ -113,7 +113,7 @@ def test_steps_share_what_a_library_would_make_in_every_layer(
 
 @pytest.mark.usefixtures("deep_gemm")
 def test_a_pickled_model_has_no_schedules_of_another_gpu():
-    """Its layers make their own, as those of another process may have other SMs."""
+    """The loaded model's layers make schedules again, because its GPU may have other SMs."""
     model = v4.patch(small_model(dtype=torch.bfloat16, index_n_heads=64), impl="deep_gemm")
     before = model.dsv4_ops_spec
     assert before.step_layers.schedule_sms == 132
@@ -127,7 +127,7 @@ def test_a_pickled_model_has_no_schedules_of_another_gpu():
     ("impl", "kinds"), [("flash_mla", ("c4", "c128")), ("deep_gemm", ("window", "c128"))]
 )
 def test_steps_are_for_the_kinds_of_the_model(impl, kinds):
-    """attention/test_layer_plans.py has what a step makes for each kind."""
+    """attention/test_layer_plans.py tests what a step makes for each kind."""
     types = [LAYER_TYPES[("window", "c4", "c128").index(kind)] for kind in kinds]
     sizes = {"layer_types": types, "num_attention_heads": 64, "index_n_heads": 64}
     model = v4.patch(small_model(dtype=torch.bfloat16, **sizes), impl=impl)
@@ -137,7 +137,7 @@ def test_steps_are_for_the_kinds_of_the_model(impl, kinds):
 
 @pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
 def test_patch_refuses_a_library_that_its_gpu_lacks(impl, monkeypatch):
-    """A model on a CPU may be moved; one on a GPU stays."""
+    """A model on a CPU may be moved to a GPU later; a model on a GPU stays."""
     monkeypatch.setattr(choice, "unusable", lambda library: "not installed (extra x)")
     held = v4.patch(small_model(dtype=torch.bfloat16), impl=impl).dsv4_ops_spec
     assert held.scheduled(torch.device("cpu")) == held

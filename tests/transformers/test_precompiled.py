@@ -1,4 +1,4 @@
-"""What a part is found by, and that it is what was compiled."""
+"""The key of a compiled part, and that the loaded part is the compiled one."""
 
 import copy
 import importlib
@@ -49,7 +49,7 @@ def changed(change):
 
 
 def test_copies_of_an_object_change_nothing_that_is_described(monkeypatch):
-    """``copy`` and ``pickle`` write a name into a class at their first use, as a compile does."""
+    """``copy`` and ``pickle`` write a name into a class at their first use, and so do compiles."""
     module = ModuleType("held")
 
     class Held:
@@ -73,7 +73,7 @@ def test_copies_of_an_object_change_nothing_that_is_described(monkeypatch):
 
 
 def test_what_a_trace_can_read_is_described():
-    """But the numbers in weights, and which layer it is."""
+    """The exceptions are values of weights, and the number of a layer."""
     expected = described([Block(), torch.zeros(3)])
     assert described([Block(index=7), torch.ones(3)]) == expected
     others = {
@@ -115,7 +115,7 @@ def test_what_is_shared_is_described():
 
 
 def test_layers_of_dense_mla_are_described_alike():
-    """What a patched layer keeps of where its weights were tells neither layers apart nor runs."""
+    """Addresses of weights, which a patched layer stores, distinguish neither layers nor runs."""
     models = [patch(small_mla_model(), kv="bf16") for _ in range(2)]
     dense, *experts = models[0].model.layers
     expected = described([experts[0]])
@@ -151,7 +151,7 @@ class Scale:
 
 
 class Scaled(nn.Module):
-    """A module of a user, with what a trace reads of it in every place."""
+    """A user's module, with a value in every place that a trace can read."""
 
     power = 2.0
 
@@ -174,7 +174,7 @@ class Scaled(nn.Module):
 
 
 def test_classes_are_described(monkeypatch):
-    """Constants and methods, which a program can assign, of a user's class and of transformers'."""
+    """Constants and methods, which programs can assign, in a user's class and in transformers'."""
     norm = type(patch(small_mla_model()).model.norm)
     for kind, make in ((Scaled, Scaled), (norm, lambda: norm(4))):
         found = [described([make()])]
@@ -191,7 +191,7 @@ def test_classes_are_described(monkeypatch):
 
 
 def test_a_set_in_code_is_described_in_one_order():
-    """Python orders strings by a number of the process."""
+    """Python's order of strings in a set depends on the process."""
     names = frozenset({"b", "a", "c"})
     assert precompiled._constant(names) == "[\"'a'\", \"'b'\", \"'c'\"]"
 
@@ -253,7 +253,7 @@ def numbered(block, x):
 
 
 def test_a_part_is_loaded_without_a_trace(tmp_path):
-    """It is for every layer of the kind: weights are read from its argument."""
+    """The part serves every layer of the kind: it reads weights from its argument."""
     blocks, x = [Block(index) for index in range(2)], torch.randn(3, 4)
     part, content = compiled(scaled, (blocks[0], x), SETTINGS)
     file = PartsFile(tmp_path / "step.cache", SETTINGS)
@@ -274,7 +274,7 @@ def test_a_part_is_loaded_without_a_trace(tmp_path):
 
 
 def test_a_part_brings_no_kernels_for_other_graphs(monkeypatch):
-    """A trace finds kernels by numbers that are of its process."""
+    """A trace finds kernels by numbers that differ between processes."""
     table, other = {0: scaled}, {0: numbered}
     monkeypatch.setattr(kernel_side_table, "id_to_kernel", table)
     made = compiled(scaled, (Block(), torch.ones(4)), SETTINGS)
@@ -294,7 +294,7 @@ def asking(block, x):
 
 
 def test_a_part_that_asks_for_a_replaced_forward_is_kept():
-    """``with_methods`` tells what there was before, which is not of one layer alone."""
+    """``with_methods`` returns the earlier forward, which does not belong to one layer only."""
     replaced, own = Block(), Block()
     replaced.__dict__ |= {"forward": MethodType(scaled, replaced), REPLACED: None}
     own.__dict__ |= {"forward": MethodType(scaled, own), REPLACED: numbered}
@@ -306,7 +306,7 @@ def test_a_part_that_asks_for_a_replaced_forward_is_kept():
 
 
 def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
-    """Even if they are of a package that no description names."""
+    """This holds even for a package that no description names."""
     source = tmp_path / "inlined_by_a_part.py"
     source.write_text("def function(x):\n    return x + 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -327,7 +327,7 @@ def calling(module, x):
 
 
 def test_a_part_is_for_the_names_that_its_modules_had(tmp_path, monkeypatch):
-    """A program that assigns a name in a module neither gives its part to others nor takes one."""
+    """If a program assigns a name in a module, it neither stores nor loads the shared part."""
     source = tmp_path / "assigned_by_a_program.py"
     source.write_text("BY = 2.0\n\ndef inner(x):\n    return x * BY\n\n")
     source.write_text(source.read_text() + "def function(x):\n    return inner(x)\n")
@@ -356,7 +356,7 @@ def test_a_damaged_part_is_not_loaded():
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_the_log_names_the_file_of_a_part_that_is_not_loaded(kind, tmp_path, monkeypatch):
-    """Which the step's first part meets; a second process finds a file that is there."""
+    """The step's first part logs it; a second process finds an existing file."""
     model = patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
     cache = PagedCache.for_model(model, max_batch_size=1, max_cache_len=64)
     row = cache.add("a", num_tokens=1)
@@ -378,7 +378,7 @@ def test_the_log_names_the_file_of_a_part_that_is_not_loaded(kind, tmp_path, mon
 
 
 def test_guards_of_sizes():
-    """Seven tokens of two requests, and what is not as the trace took for granted."""
+    """The trace has seven tokens of two requests; guards refuse sizes that it rules out."""
     guards = SizeGuards(
         "((s1) == (s2 + 1)) and (s0 >= s2)",
         {"s0": "L['args'][0].size()[0]", "s1": "L['args'][1].size()[0]", "s2": "L['args'][2]"},
@@ -391,7 +391,7 @@ def test_guards_of_sizes():
 
 
 def test_a_folder_of_parts(tmp_path, capsys):
-    """For two processes with equal settings; what cannot be written costs time only."""
+    """Two processes with equal settings share it; if it cannot be written, only time is lost."""
     ours, others = (PartsFolder(tmp_path / "parts", SETTINGS) for _ in range(2))
     ours.keep("a layer/123.0", b"of code")
     assert others.find("a layer/123.0") == b"of code"
@@ -407,7 +407,7 @@ def test_a_folder_of_parts(tmp_path, capsys):
 
 
 def test_where_parts_are_kept(tmp_path, monkeypatch):
-    """Among the user's caches; not in a folder that another user could write to."""
+    """In the user's cache folder, but not in a folder that other users can write to."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     for setting, expected in (("off", None), (str(tmp_path), tmp_path)):
         monkeypatch.setenv("DSV4_OPS_CACHE", setting)

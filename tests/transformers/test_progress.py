@@ -1,4 +1,4 @@
-"""The progress bar of a compile."""
+"""The progress bar of a compilation."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_shows_the_parts(monkeypatch):
-    """The layer, what comes before and after, and the head: the bar counts those that are done."""
+    """The bar counts finished parts: before the layers, the layers, after them, and the head."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
@@ -35,8 +35,8 @@ def test_a_terminal_shows_the_parts(monkeypatch):
 
 
 def test_a_log_has_one_line(monkeypatch, tmp_path):
-    """A bar on a terminal, a line elsewhere; neither where transformers' bars are disabled, and no
-    line if all parts are loaded."""
+    """A terminal shows a bar, other streams a line. Both are off if transformers' bars are off, and
+    there is no line if all parts are loaded."""
     monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path))
     monkeypatch.setattr(precompiled, "environment", lambda settings: "here")
     model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
