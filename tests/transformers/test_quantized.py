@@ -1,5 +1,5 @@
-"""Models loaded in the released precision: their weights run our ops, and give what the same
-weights give dequantised."""
+"""Models in the released precision: their weights run our ops, with the results of dequantised
+weights."""
 
 import copy
 import math
@@ -25,8 +25,8 @@ from tests.support import v3_checkpoint
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROUNDING = 2.0**-8  # of bf16, relative
-LENGTH = 132  # past the window, and an entry of C128
-# experts by token and all entries selected: no choice can flip
+LENGTH = 132  # past the window, and past an entry of C128
+# all experts and entries are selected, so that no choice can flip
 FORCED = {**TINY, "num_hash_layers": 4, "index_topk": 64}
 QUANTIZED = (
     "layers.0.self_attn.q_a_proj",
@@ -54,7 +54,7 @@ def loaded(tiny):
 
 @pytest.fixture(scope="module")
 def patched(tiny):
-    """A model by its recipe."""
+    """Return a model patched with its recipe."""
 
     @lru_cache
     def make(recipe):
@@ -72,7 +72,7 @@ def error(got, want):
 
 
 def quantized_values(x, *, floor, power_of_two):
-    """float64 values of activations after quantisation in blocks of 128, by its definition."""
+    """Return float64 values of activations after quantisation in blocks of 128, by definition."""
     blocks = x.float().unflatten(-1, (-1, 128))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=floor) / 448
     if power_of_two:
@@ -90,7 +90,7 @@ HUGGING_FACE = {"floor": 1e-12, "power_of_two": False}
 def test_linear_layers_multiply_the_stored_codes(patched, exact, name):
     weight = exact.model.get_submodule(name).weight.double()
     x = values(1, 5, weight.shape[1])
-    if name.endswith("o_a_proj"):  # of two groups
+    if name.endswith("o_a_proj"):  # two groups
         weight, x = weight.unflatten(0, (2, 128)), values(1, 5, 2, 2048)
     recipes = {
         v4.Recipe.serve(): x.double(),
@@ -110,7 +110,7 @@ def test_linear_layers_multiply_the_stored_codes(patched, exact, name):
 
 
 def routed(module, x, chosen, weights):
-    """Of float64 weights, with the activations as they are."""
+    """Compute experts in float64, with unrounded activations."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for place, expert in enumerate(chosen[token].tolist()):
@@ -123,14 +123,14 @@ def routed(module, x, chosen, weights):
 
 
 def test_experts(patched, exact):
-    """The last id is the one that Hugging Face gives experts of another device."""
+    """The last id is absent: Hugging Face gives it to experts of another rank."""
     x, name = values(4, 256, scale=2.0), "layers.1.mlp.experts"
     chosen = torch.tensor([[0, 7], [3, 3], [2, 5], [6, 8]])
     weights = torch.rand(4, 2, generator=torch.Generator().manual_seed(4))
     want = routed(exact.model.get_submodule(name), x, chosen, weights)
     found = patched(v4.Recipe.serve()).model.get_submodule(name)(x, chosen, weights)
     assert found.dtype == BF16
-    assert error(found, want) < ROUNDING  # of the activations and of the result
+    assert error(found, want) < ROUNDING  # rounding of the activations and of the result
     official = patched(v4.Recipe.serve(activations="fp8")).model.get_submodule(name)
     assert ROUNDING < error(official(x, chosen, weights), want) < 0.1
 
@@ -149,7 +149,7 @@ def test_fp8_experts_of_a_base_model(tmp_path, exact):
 
 
 def outputs(model, **given):
-    """Logits, and what every layer returns."""
+    """Return the logits and the outputs of all layers."""
     seen = []
     layers = model.model.layers
     handles = [each.register_forward_hook(lambda *call: seen.append(call[2])) for each in layers]
@@ -166,8 +166,8 @@ def paged(model):
 
 
 def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
-    """W8A16 and W4A16 are as far from float32 as the same weights in bf16 are; quantised
-    activations as far as their simulation, rounded by the definition, in float32."""
+    """W8A16 and W4A16 are as far from float32 as the same weights in bf16. Quantised activations
+    are as far as their simulation, rounded by definition in float32."""
     want = outputs(exact)
     rounded = paged(v4.patch(dequantised_model(tiny)))
     got = paged(patched(v4.Recipe.serve()))
@@ -192,7 +192,7 @@ def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
 
 
 def test_a_prefill_projects_codes_that_its_output_was_grouped_into(patched, monkeypatch):
-    """They are those that the projection makes of the output; a hook on it sees values."""
+    """The codes equal those that the projection makes from values; a hook on it gets values."""
     given = []
 
     def project(x, *rest, **settings):
@@ -215,7 +215,7 @@ def test_a_prefill_projects_codes_that_its_output_was_grouped_into(patched, monk
 
 
 def is_plain(module, model):
-    """Whether the released checkpoint has a projection in bf16."""
+    """Return whether a projection is bf16 in the released checkpoint."""
     plain = [model.lm_head]
     for layer in model.model.layers:
         compressor = layer.self_attn.compressor
@@ -283,7 +283,7 @@ def test_weights_take_what_the_table_says(loaded):
 
 
 def test_scales_are_the_models_own(loaded):
-    """Written in place, loaded or replaced, a scale counts in the next step."""
+    """A scale that is written in place, loaded or replaced has effect in the next step."""
     v4.patch(loaded)
     layer = loaded.model.layers[0].self_attn.kv_proj
     x = values(2, 256)
@@ -379,8 +379,8 @@ WRONG = {
 
 
 def test_what_is_no_number_is_refused_in_every_weight(loaded, tmp_path):
-    """NaN codes of both signs, byte 255 of scales, and float32 scales of V3 that are no finite
-    numbers, or negative, which no largest absolute value is; FP4 codes are all numbers."""
+    """NaN codes of both signs, byte 255 of scales, and V3's float32 scales that are not finite or
+    are negative, which no amax is; all FP4 codes are numbers."""
     path = write_checkpoint(
         tmp_path,
         {**FORCED, "num_hidden_layers": 1, "compress_ratios": [0, 0], "vocab_size": 64},
@@ -389,7 +389,7 @@ def test_what_is_no_number_is_refused_in_every_weight(loaded, tmp_path):
     v3 = tmp_path / "v3"
     v3.mkdir()
     v3_checkpoint.write(v3, v3_checkpoint.random_model())
-    # of V3 five projections of each attention, a dense block of three, experts and a shared one
+    # V3: five projections per attention, three in a dense block, experts, and a shared one
     for folder, count in ((None, None), (path, None), (v3, 2 * (2 * 5 + 3 + 2 + 3))):
         model = loaded if folder is None else v4.load_quantized(folder)
         weights = {
@@ -411,7 +411,7 @@ def test_what_is_no_number_is_refused_in_every_weight(loaded, tmp_path):
 
 
 def test_a_scale_that_the_file_lacks_is_refused(tiny, tmp_path, monkeypatch):
-    """Hugging Face warns, and fills it with whatever memory holds."""
+    """Hugging Face warns, and fills the scale with whatever memory holds."""
     from dsv4_ops.integrations.transformers.loading import quantized as loading
     from tests.test_checkpoint import changed
 
@@ -442,7 +442,7 @@ def test_other_uses_of_these_classes_are_refused(loaded):
 
 
 def test_a_config_that_does_not_name_its_experts_loads(tmp_path):
-    """That of Pro: Hugging Face takes them for FP8."""
+    """Pro's config names no format; Hugging Face takes its experts for FP8."""
     config = {**FORCED, "num_hidden_layers": 1, "compress_ratios": [0, 0], "vocab_size": 64}
     del config["expert_dtype"]
     model = v4.load_quantized(write_checkpoint(tmp_path, config))
@@ -450,7 +450,7 @@ def test_a_config_that_does_not_name_its_experts_loads(tmp_path):
 
 
 def test_a_path_is_a_folder(tmp_path):
-    """Else Hugging Face would look for it on its hub."""
+    """Otherwise Hugging Face would look for it on its hub."""
     (tmp_path / "file").touch()
     for path in ("deepseek-ai/none", tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(ValueError, match=r"^load_quantized: path must be a folder, got '.*'"):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 loaded in its released precision: blocks of FP8, one of which ends within a layer."""
+"""DeepSeek-V3 in its released precision: FP8 blocks, one of which ends within a layer."""
 
 import copy
 
@@ -25,12 +25,12 @@ def checkpoint(tmp_path_factory):
 
 
 def written(path, **changed):
-    """A folder, and the state of the same model with the values of its codes."""
+    """Write a folder; return it and the state of the same model with dequantised values."""
     return path, v3_checkpoint.write(path, v3_checkpoint.random_model(**changed))
 
 
 def logits_of(model, ids, kv):
-    """From a cache: a prefill, and the last token as a decode."""
+    """Return logits with a cache: of a prefill, and of the last token as a decode."""
     hf.patch(model, kv=kv, precision="reference" if kv == "fp32" else "serve")
     cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
     first = model(ids[:, :-1], cache=cache).logits
@@ -38,8 +38,8 @@ def logits_of(model, ids, kv):
 
 
 def test_a_kv_b_proj_that_ends_within_a_block(tmp_path):
-    """Three heads of 192 + 128 rows are 7.5 blocks: patch keeps its halves beside it, and prefills
-    of expanded contexts multiply by its codes. A scale that is replaced counts in both."""
+    """Three heads of 192 + 128 rows are 7.5 blocks. ``patch`` stores halves beside the codes;
+    prefills that expand contexts multiply by the codes. A replaced scale affects both."""
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "qk_nope_head_dim": 192}
     made, ids = written(tmp_path, **heads), torch.arange(190)[None] * 7 % 250
     exact = dense_model(*made, torch.float32)(ids).logits.double()
@@ -59,7 +59,7 @@ def test_a_kv_b_proj_that_ends_within_a_block(tmp_path):
 
 
 def test_weights_stay_as_loaded(checkpoint):
-    """A copy runs by itself; unpatch leaves no trace."""
+    """A copy runs by itself, and unpatch leaves no trace."""
     model = hf.load_quantized(checkpoint[0])
     before = {name: (each.shape, each.dtype) for name, each in model.state_dict().items()}
     odd = model.get_submodule(ODD)
@@ -79,7 +79,7 @@ def test_weights_stay_as_loaded(checkpoint):
 
 @pytest.mark.parametrize("name", ["weight", "weight_scale_inv"])
 def test_what_a_gpu_goes_by_to_split_kv_b_proj_again(checkpoint, name):
-    """There a step asks whether codes or scales changed; on a CPU it splits them each time."""
+    """There a step checks if codes or scales changed; on a CPU, each step splits the weight."""
     linear = hf.load_quantized(checkpoint[0]).model.layers[0].self_attn.kv_b_proj
     before = spec._identity(linear)
     assert spec._identity(linear) == before
@@ -88,7 +88,7 @@ def test_what_a_gpu_goes_by_to_split_kv_b_proj_again(checkpoint, name):
 
 
 def test_weights_that_are_loaded_later_count(checkpoint):
-    """Into the same storage, or another."""
+    """They are loaded into the same storage, or into another."""
     model = hf.patch(hf.load_quantized(checkpoint[0]))
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     odd = model.get_submodule(ODD)
@@ -107,8 +107,8 @@ def test_weights_that_are_loaded_later_count(checkpoint):
 
 @pytest.mark.parametrize("scale", ["pow2", "float32"])
 def test_activations_in_fp8(checkpoint, scale):
-    """DeepSeek's scales, and Hugging Face's: a layer that ends within a block is the product of
-    rounded activations with the values of its codes, rounded once."""
+    """With DeepSeek's scales, and with Hugging Face's, a layer that ends within a block multiplies
+    rounded activations by dequantised codes, and rounds once."""
     path, state = checkpoint
     recipe = hf.Recipe.serve(activations="fp8") if scale == "pow2" else "reference"
     model = hf.patch(hf.load_quantized(path), precision=recipe)
@@ -129,7 +129,7 @@ def refused(model, message):
 
 
 def test_a_block_of_scale_0_is_zeros(checkpoint):
-    """The scale of a block of zeros: 0 / 448."""
+    """The scale is that of a block of zeros: 0 / 448."""
     model = hf.load_quantized(checkpoint[0])
     layer = model.model.layers[0].self_attn.o_proj
     layer.weight_scale_inv.data[0] = 0.0
@@ -164,8 +164,8 @@ ADAPTED = (
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_adapters_of_codes_are_refused(checkpoint, first):
-    """They would add to codes without the scales: an effect of 15 % became 80 %. PEFT adapts fused
-    experts by their parameters."""
+    """Adapters would add to codes without scales, so that an effect of 15 % became 80 %. PEFT
+    adapts fused experts through their parameters."""
     peft = pytest.importorskip("peft", reason="needs peft")
     settings = peft.LoraConfig(target_modules=["gate_proj", "up_proj"], init_lora_weights=False)
     model = hf.load_quantized(checkpoint[0])
@@ -190,6 +190,6 @@ def test_adapters_of_codes_are_refused(checkpoint, first):
         with pytest.raises(Exception, match="gate_up_proj must have no adapter"):
             torch.compile(hf.decode_step, backend="eager")(model, *first_step(model, [7]))
     with pytest.raises(NotImplementedError, match="model: gate_up_proj must have no adapter"):
-        model(ids)  # without a cache of ours
+        model(ids)  # without one of our caches
     with adapters.disable_adapter():
         assert torch.equal(model(ids, cache=cache).logits, want)

@@ -1,5 +1,5 @@
-"""Where the official recipe differs from Hugging Face: each difference by itself, and the stages of
-a quantised model against Hugging Face's modules with the recipe applied to them here."""
+"""Differences between the official recipe and Hugging Face, one by one, and stages of a quantised
+model against Hugging Face's modules to which this file applies the recipe."""
 
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ from tests.support.hf_models import new_cache, text
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 LENGTH, SHORT = 36, 12
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
-# experts by token and all rows selected: no choice can flip
+# all experts and rows are selected, so that no choice can flip
 FORCED = {
     "mlp_layer_types": ["hash_moe"] * 3,
     "index_topk": 64,
@@ -46,7 +46,7 @@ def run(model, length=LENGTH):
 
 @lru_cache
 def patched(flag, on, dtype=BF16, kv="bf16"):
-    """A model of which at most one flag is on."""
+    """Return a model with at most one flag on."""
     return v4.patch(small_model(dtype=dtype), kv=kv, precision=only(flag, on))
 
 
@@ -55,7 +55,7 @@ def values(*shape, scale=1.0):
 
 
 def rounded_once(got, exact):
-    """Share of the values that are the exact ones, rounded to the nearest."""
+    """Return the share of values that equal the exact values, rounded to nearest."""
     assert got.dtype == BF16
     assert exact.dtype == F64
     return float((got == exact.to(BF16)).float().mean())
@@ -133,7 +133,7 @@ def test_swiglu():
 
 @pytest.mark.parametrize("precise", [False, True])
 def test_clamp_of_shared_experts(precise):
-    """The only flag that shows in float32, and only where an activation exceeds the limit."""
+    """This is the only flag with an effect in float32, where an activation exceeds the limit."""
     x = values(40, 128, scale=3.0).float()
     for clamp in (True, False):
         recipe = v4.Recipe(**{**OFF, "swiglu_float32": precise, "shared_expert_clamp": clamp})
@@ -189,7 +189,7 @@ def test_rotations(kind):
         want = torch.cat(rotary(torch.zeros(1, dtype=dtype), place, layer_type=name), -1)[0]
         assert got.dtype == F32
         if on:
-            torch.testing.assert_close(got, want, rtol=0, atol=5e-4)  # angles rounded at 3000
+            torch.testing.assert_close(got, want, rtol=0, atol=5e-4)  # angles are rounded at 3000
             assert not torch.equal(got, got.to(BF16).float())
         else:
             assert torch.equal(got, want.float())
@@ -197,7 +197,7 @@ def test_rotations(kind):
 
 @pytest.mark.parametrize("layer", [1, 2], ids=["c4", "c128"])
 def test_compressor_projections(layer):
-    """The states of a cache hold what was projected: keys, then gates with their biases."""
+    """The states in a cache are the projections: keys, then gates with their biases."""
     for on in (True, False):
         model = patched("compressor_float32", on)
         cache = new_cache(model, max_batch_size=1, max_cache_len=8, max_chunk=8)
@@ -219,8 +219,8 @@ def test_norms():
 
 
 def quantised(keys):
-    """The official simulation: 448 channels in blocks of 64, e4m3, scales that are powers of two;
-    the rotated channels stay in bfloat16."""
+    """Simulate the official quantisation: 448 channels in blocks of 64, e4m3, with power-of-two
+    scales; the rotated channels stay in bfloat16."""
     kept, rotated = keys[..., :448].to(BF16).float(), keys[..., 448:].to(BF16).float()
     blocks = kept.unflatten(-1, (7, 64))
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
@@ -230,7 +230,7 @@ def quantised(keys):
 
 
 def simulated_cache(model, written=None):
-    """Hugging Face's cache, but for keys, which are quantised as they are stored and read."""
+    """Hugging Face's cache, but keys are quantised when they are stored and read."""
     cache = transformers.DynamicCache(config=model.config)
     written = {} if written is None else written
     for index, layer in enumerate(cache.layers):
@@ -252,7 +252,7 @@ def simulated_cache(model, written=None):
 
 @lru_cache
 def truth():
-    """Hugging Face in float32, with weights that bfloat16 has."""
+    """Return Hugging Face's model in float32, with weights that bfloat16 represents."""
     return small_model(dtype=BF16, **FORCED).float()
 
 
@@ -261,7 +261,7 @@ def rms(got, want):
 
 
 def attentions(model, cache):
-    """Input, keyword arguments and output of every attention layer."""
+    """Record input, keyword arguments and output of every attention layer."""
     seen = []
     handles = [
         layer.self_attn.register_forward_hook(
@@ -290,8 +290,8 @@ def in_bfloat16(rest, cache):
     ],
 )
 def test_drift_of_attention_layers(dtype, kv, precision, budget, record_property):
-    """Against float32 with the same rounding of stored keys, in parts of the drift of Hugging
-    Face's own layer in bfloat16; every layer gets the inputs of the float32 model."""
+    """Against float32 with the same rounding of stored keys, as a fraction of the error of Hugging
+    Face's bfloat16 layer. Every layer gets the inputs of the float32 model."""
     simulated = kv == "fp8"
     hf = small_model(dtype=BF16, **FORCED)
     model = v4.patch(small_model(dtype=BF16, **FORCED).to(dtype), kv=kv, precision=precision)
@@ -327,8 +327,8 @@ def test_drift_of_a_model_in_bfloat16(precision, record_property):
 
 
 def test_stored_keys_are_the_official_recipes():
-    """Quantised channels bit for bit, but for those where the last bits of a projection decide.
-    Every layer gets what the quantised float32 model has before it."""
+    """Quantised channels have equal bits, unless the last bits of a projection decide. Every layer
+    gets the inputs of the quantised float32 model."""
     written = {}
     truth()(ids(), None, None, simulated_cache(truth(), written))
     model = v4.patch(small_model(dtype=BF16, **FORCED).float(), kv="fp8", precision="serve")
@@ -349,14 +349,14 @@ def test_stored_keys_are_the_official_recipes():
             sizes = {"block_size": rows, "num_rows": LENGTH // ratio}
             got = dsv4_ops.gather_k_cache(stored, cache.seq_lens // ratio, None, table, **sizes)
             assert rounded_once(got[..., :448], want[..., :448].to(F64)) > 0.998
-            # ours, as official ones, are rounded before they are rotated, those here only after it
+            # ours and official keys are rounded before the rotation, these only after it
             close = 2.0**-8 * float(want.abs().max())
             tail = got[..., 448:].float()
             torch.testing.assert_close(tail, want[..., 448:], rtol=2.0**-8, atol=close)
 
 
 def test_half_precision():
-    """``model.half()`` after ``patch``; keys are stored in bfloat16."""
+    """``model.half()`` runs after ``patch``; keys are stored in bfloat16."""
     want = small_model(dtype=BF16, **FORCED).float()(ids()).logits
     model = v4.patch(small_model(dtype=BF16, **FORCED), kv="bf16", precision="reference").half()
     assert rms(run(model), want) < 0.03

@@ -1,4 +1,4 @@
-"""Files of DeepSeek-V3, R1, V3.2, V2 and GLM-5 in FP8 are checked before a weight is loaded."""
+"""FP8 files of DeepSeek-V3, R1, V3.2, V2 and GLM-5 are checked before any weight is loaded."""
 
 import json
 import re
@@ -24,7 +24,7 @@ FILE = "model.safetensors"
 
 @pytest.fixture(scope="module", params=[3, *nightly("tests with all_versions", 2, 32, "GLM-5")])
 def released(request, tmp_path_factory):
-    """A folder, and the state of the same model with the values of its codes."""
+    """Write a folder; return it and the state of the same model with dequantised values."""
     path = tmp_path_factory.mktemp(f"v{request.param}")
     return path, v3_checkpoint.write(path, v3_checkpoint.random_model(request.param))
 
@@ -34,7 +34,7 @@ all_versions = pytest.mark.parametrize("released", [3, 2, 32, "GLM-5"], indirect
 
 @pytest.fixture
 def copied(released, tmp_path):
-    """The folder's tensors and its config, and what writes them when they were changed."""
+    """Return the folder's tensors and config, and a function that writes changed ones."""
     files = load_file(released[0] / FILE)
     config = json.loads((released[0] / "config.json").read_text())
 
@@ -47,7 +47,7 @@ def copied(released, tmp_path):
 
 
 def refused(path, message, monkeypatch, capsys, kind=ValueError):
-    """By ``load_quantized``, before Hugging Face opens a file, and on the command line."""
+    """Check that ``load_quantized``, before Hugging Face opens a file, and the command refuse."""
     with monkeypatch.context() as patched:
         patched.setattr(transformers.PreTrainedModel, "from_pretrained", None)
         with pytest.raises(kind) as caught:
@@ -59,8 +59,8 @@ def refused(path, message, monkeypatch, capsys, kind=ValueError):
 
 
 def test_v3_has_the_tensors_that_its_headers_were_seen_with():
-    """Count and bytes of a dump of the headers of DeepSeek-V3, with layer 61: a layer of experts,
-    the embedding and the head again, eh_proj and three norms."""
+    """Count and bytes are from DeepSeek-V3's headers. Layer 61 is a layer of experts, the embedding
+    and the head again, eh_proj and three norms."""
     config = transformers.DeepseekV3Config(num_hidden_layers=62).to_dict()
     found = dict(mla_tensors("test", {**config, "quantization_config": {}}))
     width, vocabulary = 7168, 129280
@@ -77,8 +77,8 @@ def test_v3_has_the_tensors_that_its_headers_were_seen_with():
 
 
 def test_glm_5_has_as_many_tensors_as_its_index():
-    """118,629 in GLM-5.2-FP8, with layer 78: a layer with an indexer, eh_proj and three norms. Its
-    indexers are in layers 0, 1, 2, 6, 10 and so on to 74."""
+    """GLM-5.2-FP8 has 118,629. Layer 78 has an indexer, eh_proj and three norms. Indexers are in
+    layers 0, 1, 2, 6, 10 and so on, up to 74."""
     indexed = {0, 1, *range(2, 78, 4)}
     types = ["full" if layer in indexed else "shared" for layer in range(78)]
     settings = {"quantization_config": {}, "num_hidden_layers": 78}
@@ -114,7 +114,7 @@ def test_a_whole_checkpoint_is_what_it_says(copied, shards, capsys):
 @all_versions
 @pytest.mark.parametrize("tokens", [20, 190])
 def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
-    """As close to float32 as the same values in bf16 are; short prompts are absorbed."""
+    """Errors relative to float32 are those of equal values in bf16; short prompts are absorbed."""
     path, _ = released
     ids = torch.arange(tokens)[None] * 7 % 250
     exact = v3_checkpoint.dense_model(*released, torch.float32)(ids).logits.double()
@@ -122,7 +122,7 @@ def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
     bf16 = v3_checkpoint.dense_model(*released, torch.bfloat16)
     for model in (hf.load_quantized(path), bf16):
         hf.patch(model, kv="bf16")
-        # V3.2 and GLM-5 select all of the prompt, but there may be more rows than it selects
+        # V3.2 and GLM-5 select the whole prompt, but a cache may have more rows
         cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
         found = model(ids, cache=cache).logits.double()
         errors.append((found - exact).norm() / exact.norm())
@@ -131,7 +131,7 @@ def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
 
 @pytest.mark.parametrize("released", [32, "GLM-5"], indirect=True)
 def test_projections_of_the_indexer_are_quantised(released):
-    """And their values count; the head weights are not."""
+    """Their values have effect; the head weights are not quantised."""
     path, state = released
     model = hf.patch(hf.load_quantized(path))
     indexer = model.model.layers[0].self_attn.indexer
@@ -161,7 +161,7 @@ def test_other_sizes(tmp_path, changed, expected):
 
 
 def test_a_draft_layer_and_what_is_computed_are_skipped(copied):
-    """V3's is behind the others; V2 has none. And scales of other engines' caches."""
+    """V3's draft layer comes last, V2 has none; engines also store scales of their caches."""
     files, config, write = copied
     layer = config["num_hidden_layers"]
     for name in ("rotary_emb.inv_freq", "k_scale", "v_scale"):
@@ -198,7 +198,7 @@ def test_modules_that_are_not_converted(copied):
 
 @all_versions
 def test_every_tensor_is_required_by_name(copied):
-    """Norms too, in place of which Hugging Face makes random ones."""
+    """This includes norms; Hugging Face would make random norms instead."""
     files, _, write = copied
     for name in list(files):
         kept = files.pop(name)
@@ -283,7 +283,7 @@ def test_any_config_and_header_are_accepted_or_refused_clearly(released, data):
 
 
 def test_scales_that_bytes_cannot_hold_are_refused(released, tmp_path, monkeypatch, capsys):
-    """``scale_fmt="ue8m0"`` makes bytes of float32 scales: 0.75 becomes 1 or 0.5."""
+    """``scale_fmt="ue8m0"`` stores float32 scales as bytes: 0.75 becomes 1 or 0.5."""
     v3_checkpoint.save(tmp_path, load_file(released[0] / FILE))
     config = json.loads((released[0] / "config.json").read_text())
     config["quantization_config"]["scale_fmt"] = "ue8m0"
@@ -296,7 +296,7 @@ def test_scales_that_bytes_cannot_hold_are_refused(released, tmp_path, monkeypat
 @pytest.mark.parametrize("stored", ["F32", "F8_E8M0"])
 @pytest.mark.parametrize("scale_fmt", ["ue8m0", "float"])
 def test_powers_of_two_are_loaded_exactly(tmp_path, stored, scale_fmt):
-    """V3.1's scales, in float32 or in bytes; Hugging Face keeps them in either."""
+    """V3.1's scales are float32 or bytes; Hugging Face keeps either form."""
     state = v3_checkpoint.write(tmp_path, v3_checkpoint.random_model(), scale_fmt="ue8m0")
     files = load_file(tmp_path / FILE)
     if stored == "F8_E8M0":
@@ -331,7 +331,7 @@ def test_a_config_of_another_architecture_is_refused(released):
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", None])
 def test_other_names_of_the_codes_format(copied, name):
-    """Loaders do not read it."""
+    """Loaders do not read this name."""
     files, config, write = copied
     config["quantization_config"]["fmt"] = name
     assert check_checkpoint(write()).num_tensors == len(files)
@@ -342,7 +342,7 @@ def test_other_names_of_the_codes_format(copied, name):
 
 @all_versions
 def test_shared_experts_have_hugging_faces_default(copied):
-    """1 of V3, V3.2 and GLM-5, and 2 of V2, whose files here have 1."""
+    """It is 1 for V3, V3.2 and GLM-5, and 2 for V2, whose files here have 1."""
     _, config, write = copied
     assert config.pop("n_shared_experts") == 1
     if config["model_type"] != "deepseek_v2":

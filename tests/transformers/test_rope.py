@@ -1,4 +1,4 @@
-"""Rotary embeddings of configurations: the tables of a cache are Hugging Face's, or are refused."""
+"""Rotary embeddings of configurations: a cache's tables equal Hugging Face's, or are refused."""
 
 import math
 from random import Random
@@ -22,11 +22,11 @@ COMPRESS = {
 }
 LENGTH, EPS = 140, torch.finfo(torch.float32).eps
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # configurations that transformers warns of
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of some configurations
 
 
 def rope(main=None, compress=None):
-    """Parameters by their label; values that are None are left out."""
+    """Return rotary parameters by label, without values that are None."""
     made = {"main": {**MAIN, **(main or {})}, "compress": {**COMPRESS, **(compress or {})}}
     return {
         label: {name: value for name, value in values.items() if value is not None}
@@ -35,7 +35,7 @@ def rope(main=None, compress=None):
 
 
 def sampled(rng):
-    """Two sets of parameters; most are likely to be known."""
+    """Sample two sets of parameters, most of which are valid."""
     main = {
         "rope_type": rng.choice(["default"] * 8 + ["linear", "yarn", "proportional"]),
         "rope_theta": rng.choice([100.0, 10000.0, 500000.0]),
@@ -62,7 +62,7 @@ def sampled(rng):
 
 
 def test_tables_are_hugging_faces_or_refused():
-    """Whatever the parameters are: cosines and sines differ by what float32 rounds."""
+    """For any parameters, cosines and sines differ only by float32's rounding."""
     rng, accepted, refused = Random(24), 0, 0
     for _ in range(250):
         config = small_config(rope_parameters=sampled(rng))
@@ -128,7 +128,7 @@ def test_logits_are_hugging_faces(given):
 
 
 def test_buffers_that_are_not_the_configurations():
-    """Of a model that was changed, or whose configuration was, after it was made."""
+    """A user changed the model, or its configuration, after the model was made."""
     model = small_model()
     model.config.rope_parameters["main"]["rope_theta"] = 20000.0
     name = "patch: model.layers.1.self_attn.compressor.rotary_emb must be that of config"
@@ -139,5 +139,5 @@ def test_buffers_that_are_not_the_configurations():
     name = r"model.layers.1.self_attn.compressor.indexer.rotary_emb must be that of"
     with pytest.raises(ValueError, match=name):
         v4.patch(model)
-    for dtype in (torch.bfloat16, torch.float16):  # which cast buffers too
+    for dtype in (torch.bfloat16, torch.float16):  # this casts buffers, too
         v4.patch(small_model().to(dtype))

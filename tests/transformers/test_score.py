@@ -1,4 +1,4 @@
-"""``patch(score=True)``: calls without a cache run our ops, so that a score says what they cost."""
+"""``patch(score=True)``: calls without a cache run our ops, so that a score shows our rounding."""
 
 import functools
 
@@ -19,13 +19,13 @@ MASK = torch.tensor([[1] * length + [0] * (40 - length) for length in LENGTHS])
 
 
 def tokens(values):
-    """Values of tokens that are no padding."""
+    """Return the values of tokens that are not padding."""
     return values[MASK.bool()]
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_plain_call_is_scored_by_our_ops(name, caches):
-    """Exactly as a step of ours computes it, and as Hugging Face does up to rounding."""
+    """The values equal those of a step, and Hugging Face's up to rounding."""
     stock, model = MAKERS[name](), MAKERS[name]()
     v4.patch(model, kv="fp32", precision="reference", score=True)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def test_a_plain_call_is_scored_by_our_ops(name, caches):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_score_shows_what_fp8_costs(name):
-    """Without ``score`` it does not; generation is the same with and without."""
+    """Without ``score`` it shows nothing; generation does not depend on ``score``."""
     losses = {}
     for score in (False, True):
         model = v4.patch(MAKERS[name](), kv="fp8", precision="reference", score=score)

@@ -36,7 +36,7 @@ TOOL = {"type": "function", "function": {"name": "name", "parameters": {"type": 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, and a tokenizer of bytes with a chat template."""
+    """Write a model, and a tokenizer of bytes with a chat template."""
     path = tmp_path_factory.mktemp("model")
     model = small_mla_model(num_hidden_layers=1)
     model.generation_config.eos_token_id = None
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serve():
-    """The module, where its packages are."""
+    """Import the module, if its dependencies are installed."""
     for package in ("fastapi", "uvicorn", "pydantic", "openai"):
         pytest.importorskip(package, reason="needs the extra serve")
     from dsv4_ops.cli import serve
@@ -69,7 +69,7 @@ def server(serve, folder):
 
 
 def post(server, path, body):
-    """Status and answer, or lines of a stream."""
+    """Post a request; return status and answer, or the lines of a stream."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(
         server.url + path, data, {"Content-Type": "application/json"}, method="POST"
@@ -85,7 +85,7 @@ def post(server, path, body):
 
 
 def opened(server, path, body):
-    """A connection with a request."""
+    """Return a connection on which a request was sent."""
     body = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     host, port = server.url.removeprefix("http://").split(":")
@@ -99,7 +99,7 @@ def chat(content, **rest):
 
 
 def streamed(answer):
-    """The text of a stream, and why it ended."""
+    """Return the text of a stream, and the reason for its end."""
     parts = [json.loads(line[6:])["choices"][0] for line in answer.splitlines() if line]
     found = "".join(
         part.get("text") or part.get("delta", {}).get("content") or "" for part in parts
@@ -121,7 +121,7 @@ def settled(server):
 
 @pytest.fixture(scope="module")
 def texts(folder):
-    """Texts that ``generate`` of the model writes after a prompt."""
+    """Return texts that the model's ``generate`` writes after a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
 
@@ -142,7 +142,7 @@ def texts(folder):
 
 @needs_server
 def test_six_at_once_get_the_texts_of_generate(server, texts):
-    """Two in a stream; one of them samples, which changes nothing for the others."""
+    """Two are streams, and one samples, which changes nothing for the others."""
     prompts = ["x" * (7 * n + 1) for n in range(6)]
     bodies = [chat(prompt, stream=n in (1, 4)) for n, prompt in enumerate(prompts)]
     bodies.append(chat("y", generation_config=json.dumps({"do_sample": True, "max_new_tokens": 8})))
@@ -163,7 +163,7 @@ def test_six_at_once_get_the_texts_of_generate(server, texts):
 
 @needs_server
 def test_a_stream_ends_with_the_character_that_a_limit_cuts(server, texts):
-    """Hugging Face's streamer drops the bytes of a character that is not complete."""
+    """Hugging Face's streamer drops the bytes of an incomplete character."""
     tokens, cut = 8, []
     for prompt in ("one", "x" * 15, "y"):
         for limit in range(1, tokens + 1):
@@ -176,7 +176,7 @@ def test_a_stream_ends_with_the_character_that_a_limit_cuts(server, texts):
 
 @needs_server
 def test_a_temperature_samples_and_no_value_of_it_ends_the_server(server, texts):
-    """Also where the model's own settings are greedy. Python's json writes NaN and Infinity."""
+    """Also if the model's own settings are greedy. Python's json writes NaN and Infinity."""
     greedy = texts("user: one\n")
 
     def answer(**rest):
@@ -251,7 +251,7 @@ def test_other_routes(server, texts, folder):
 
 @needs_server
 def test_a_completion_of_several_prompts_has_a_choice_for_each(server, texts):
-    """Texts, or tokens, which are bytes here; a list of tokens is one prompt."""
+    """Prompts are texts, or tokens, which are bytes here; a list of tokens is one prompt."""
     prompts = ["The sky", "x" * 20, "y"]
     ids = [AutoTokenizer.from_pretrained(server.path)(each)["input_ids"] for each in prompts]
     for asked, whose in ((prompts, prompts), ([ids[0], "y"], prompts[::2]), (ids[1], prompts[1:2])):
@@ -350,7 +350,7 @@ def test_an_answer_ends_where_the_cache_does(server):
 
 @pytest.fixture
 def slow(server, monkeypatch):
-    """Steps that take so long that clients can leave in between."""
+    """Make steps so slow that clients can leave between them."""
     before = server.manager._generation_step
 
     def step():
@@ -363,7 +363,7 @@ def slow(server, monkeypatch):
 @needs_server
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(server, slow, stream):
-    """Long before its answer ends."""
+    """The client leaves long before its answer ends."""
     with opened(server, CHAT, chat("x", stream=stream) | {"max_tokens": 90}) as client:
         begun = time.monotonic()
         while not server.manager.paged.requests:
@@ -379,7 +379,7 @@ def test_a_client_that_leaves_frees_its_blocks(server, slow, stream):
 @needs_server
 @pytest.mark.nightly("each of these alone; test_batching.py has 200 requests without HTTP")
 def test_two_hundred_clients_come_and_leave(serve, folder, texts):
-    """Within 20 seconds; a third leave; nine blocks for six rows."""
+    """Within 20 seconds; a third of them leaves; nine blocks serve six rows."""
     sizes = {"max_cache_len": 128, "max_requests": 6, "max_batch_tokens": 64, "num_blocks": 9}
     made = serve.server(folder, port=0, kv="fp32", precision="reference", **sizes)
     made.url, rng = made.start(), random.Random(5)
@@ -406,7 +406,7 @@ def test_two_hundred_clients_come_and_leave(serve, folder, texts):
 
 @needs_server
 def test_a_full_queue_is_refused(server, slow):
-    """Lists of three prompts, of which eight may wait or run: all prompts of a list or none."""
+    """Lists have three prompts, eight may wait or run: a list is accepted as a whole or refused."""
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda n: post(server, TEXT, {"prompt": [f"{n}"] * 3}), range(12)))
     statuses, (*_, refused) = zip(*sorted(answers, key=lambda each: each[0]), strict=True)
@@ -450,7 +450,7 @@ def test_a_released_folder_is_served_in_its_precision(serve, folder, tmp_path):
 @needs_server
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_a_failed_server_drops_gets_an_error(server, stream, monkeypatch):
-    """Hugging Face's ``add_request`` logs it and returns None, and a client would wait."""
+    """Hugging Face's ``add_request`` only logs this and returns None, so a client would wait."""
     monkeypatch.setattr(server.manager, "add_request", lambda *_, **__: None)
     status, answer = post(server, CHAT, chat("x", stream=stream))
     assert (status, answer["error"]["type"]) == (503, "server_error")
@@ -460,7 +460,7 @@ def test_a_request_that_a_failed_server_drops_gets_an_error(server, stream, monk
 
 @needs_server
 def test_a_server_whose_steps_fail_says_so(server, monkeypatch):
-    """The last of this server: Hugging Face's thread ends with the first error of a step."""
+    """This test comes last: Hugging Face's thread ends at the first error of a step."""
 
     def fail():
         raise RuntimeError("out of luck")
@@ -523,7 +523,7 @@ def test_a_model_that_is_not_there(capsys):
 
 
 def test_the_tiny_checkpoint_has_a_tokenizer(tmp_path):
-    """A token is a byte: "!" has the first id after the special tokens, "H" follows 39 later."""
+    """A token is a byte: "!" has the first id after the special tokens, "H" is 39 later."""
     from transformers import AutoTokenizer
 
     from dsv4_ops.cli import checkpoint

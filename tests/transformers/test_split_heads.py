@@ -1,5 +1,5 @@
-"""Heads that Hugging Face's plans split over the ranks that share a cache: logits and rows of one
-process, on gloo processes that the tests start."""
+"""Hugging Face's plans split heads over the ranks that share a cache: logits and rows equal those
+of one process. The tests start gloo processes."""
 
 import os
 from functools import partial
@@ -47,7 +47,7 @@ def whole(family: str) -> Any:
 
 
 def split(family: str, folder: Path, **config: Any) -> Any:
-    """The model as Hugging Face loads it on this rank."""
+    """Load this rank's part of the model with Hugging Face."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     config = DistributedConfig(tp_size=world, **config)
@@ -65,8 +65,8 @@ def cache_of(model: Any) -> v4.PagedCache:
 
 
 def run(model: Any, seed: int, step: Any = None, most: int = 40) -> tuple[Engine, list[Any]]:
-    """A changing batch, of which requests are preempted and start again, and the rows that its
-    indexers select."""
+    """Run a changing batch, in which requests are preempted and start again; return the logits and
+    the rows that the indexers select."""
     rng, engine, rows = Random(seed), Engine(model, cache_of(model), text()), []
     with SelectedRows(TOPK) as selected:
         while engine.done != list(LENGTHS):
@@ -138,7 +138,7 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
         v4.unpatch(model)
     projection = "o_a_proj" if family == "v4" else "o_proj"
     plan, rule = head_plan(family, without=projection), rf".*\.{projection} must .*over {world}"
-    if family in ("v32", "glm"):  # whose own plan splits all heads
+    if family in ("v32", "glm"):  # their own plan splits all heads
         plan = {"model.layers.*.self_attn.indexer.wq_b": "colwise"}
         rule = r"model.layers.0.self_attn.indexer must be whole on every rank, .* got split"
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Parts of steps with symbolic sizes, which the next process takes from a folder."""
+"""Parts of steps with symbolic sizes, which the next process loads from a folder."""
 
 from dataclasses import replace
 
@@ -23,14 +23,14 @@ SIZES = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of parts; graphs run as they are, as Inductor would take minutes."""
+    """Use a folder of parts; graphs run without Inductor, which would take minutes."""
     monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path))
     monkeypatch.setattr(precompiled, "environment", lambda settings: "here")
     return tmp_path
 
 
 def patched(family, kv="fp32", **constants):
-    """A model of one layer, or of two where the second may share the selection of the first."""
+    """Return a patched model of one layer, or of two if the second may share a selection."""
     if family == "v3":
         model = small_mla_model(num_hidden_layers=1)
     elif family in ("V3.2", "GLM-5"):
@@ -49,7 +49,7 @@ def files(folder):
 
 
 def ran(model, step, backend="eager", mode="regional"):
-    """Run steps of all sizes; return the graphs that were traced, and check the logits."""
+    """Run steps of all sizes; check the logits, and return the traced graphs."""
     torch._dynamo.reset()
     counters.clear()
     compiled = v4.compile_step(model, step, mode=mode, dynamic=True, backend=backend)
@@ -66,13 +66,13 @@ def ran(model, step, backend="eager", mode="regional"):
 
 @pytest.fixture(scope="module")
 def traced():
-    """What the first process leaves, of each family and step: its parts, and the files of them."""
+    """Return the parts that the first process traces for each family and step, and their files."""
     return {}
 
 
 @pytest.fixture
 def fill(folder, traced):
-    """Put the files of a family and step into the folder; return the parts."""
+    """Copy the files of a family and step into the folder; return the parts."""
 
     def fill(family, step):
         if (family, step) not in traced:
@@ -98,7 +98,7 @@ def fill(folder, traced):
     ],
 )  # fmt: skip
 def test_a_second_process_traces_nothing(folder, fill, family, step):
-    """One part serves all sizes; the next process, of another copy of the model, loads it."""
+    """One part serves all sizes; the next process, with a copy of the model, loads the part."""
     parts = fill(family, step)
     before = files(folder)
     assert ran(patched(family), step) == (0, parts)
@@ -107,7 +107,7 @@ def test_a_second_process_traces_nothing(folder, fill, family, step):
 
 @pytest.mark.parametrize("step", [decode_step, *nightly("parts of prefills do too", prefill_step)])
 def test_a_whole_step_is_one_part_for_all_sizes(folder, step):
-    """The next process loads it, and compiles another for a model with another constant."""
+    """The next process loads the part, and compiles another for a model with another constant."""
     for graphs, count, factor in ((1, 1, 1.5), (0, 1, 1.5), (1, 2, 3.0)):
         model = patched("v4", routed_scaling_factor=factor)
         assert ran(model, step, mode="whole") == (graphs, ["step"])
@@ -115,7 +115,7 @@ def test_a_whole_step_is_one_part_for_all_sizes(folder, step):
 
 
 def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
-    """Another constant of the layer, or a cache of another format, is another part."""
+    """Another constant of the layer, or another format of the cache, needs another part."""
 
     def untraced(function, args, settings):
         run = lambda called, args, rest: called(*args, **rest)  # noqa: E731
@@ -124,9 +124,9 @@ def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
     fill("v4", prefill_step)
     monkeypatch.setattr(compiled_steps, "compiled", untraced)
     ran(patched("v4", routed_scaling_factor=3.0), prefill_step)
-    assert len(files(folder)) == 4 + 2  # the layer, and the norm, which is given the model
+    assert len(files(folder)) == 4 + 2  # the layer, and the norm, whose argument is the model
     ran(patched("v4", kv="fp8"), prefill_step)
-    assert len(files(folder)) == 4 + 2 + 3  # the head takes a tensor alone, as in a decode
+    assert len(files(folder)) == 4 + 2 + 3  # the head gets only a tensor, as in a decode
     ran(patched("v4"), decode_step)
     assert len(files(folder)) == 4 + 2 + 3 + 3
     model = patched("v4")
@@ -140,13 +140,13 @@ def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
 
 @pytest.mark.parametrize("family", ["v3", *nightly("V3 has the same projections", "V3.2", "GLM-5")])
 def test_inductors_loop_over_keys_takes_all_sizes(folder, family):
-    """On a CPU. Its inputs must have sizes that are symbols, not products of batch and tokens."""
+    """On a CPU, the sizes of its inputs must be symbols, not products of batch and tokens."""
     graphs, parts = ran(patched(family), decode_step, "inductor")
-    assert graphs <= 2 * len(parts)  # a CPU's Inductor takes two tokens or more for granted
+    assert graphs <= 2 * len(parts)  # on a CPU, Inductor assumes two tokens or more
 
 
 def test_a_graph_that_holds_for_some_sizes_has_variants(folder, fill, monkeypatch):
-    """A trace of two tokens that takes for granted that there are several is not run for one."""
+    """If a trace of two tokens assumes several tokens, its graph does not run for one token."""
     from dsv4_ops.integrations.transformers.steps import step as steps
 
     branched = steps.in_vocabulary
@@ -155,7 +155,7 @@ def test_a_graph_that_holds_for_some_sizes_has_variants(folder, fill, monkeypatc
         is_read = branched(tokens, vocab_size)
         return is_read if len(tokens) > 1 else is_read & (tokens == tokens)
 
-    fill("v4", prefill_step)  # as it is, if no test before did
+    fill("v4", prefill_step)  # as before, if no earlier test traced it
     monkeypatch.setattr(steps, "in_vocabulary", several)
     next(folder.rglob("metadata-*")).unlink()
     model = patched("v4")
@@ -165,7 +165,7 @@ def test_a_graph_that_holds_for_some_sizes_has_variants(folder, fill, monkeypatc
 
 
 def test_caches_of_other_sizes_share_parts(fill):
-    """Of one row, which is the size of other tensors too, or of five; and longer ones."""
+    """A cache has one row, a size that other tensors have too, or five; and a longer one."""
     fill("v4", prefill_step)
     model = patched("v4")
     torch._dynamo.reset()
@@ -182,7 +182,7 @@ def test_caches_of_other_sizes_share_parts(fill):
 
 
 def test_what_a_part_is_for():
-    """Kinds of tensors and plain values, such as the size of the vocabulary; no sizes."""
+    """Kinds of tensors and plain values, such as the size of the vocabulary, but no sizes."""
     form, x = compiled_steps._form, torch.zeros(4, 6)
     assert form(x) == form(torch.ones(1, 9))
     for other in (x.double(), x[0], x.t(), x[:, ::2], torch.nn.Parameter(x)):

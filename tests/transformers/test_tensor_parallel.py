@@ -1,4 +1,4 @@
-"""Hugging Face's tensor parallel: ``from_pretrained(tp_plan="auto")``, then ``patch``."""
+"""Hugging Face's tensor parallelism: ``from_pretrained(tp_plan="auto")``, then ``patch``."""
 
 import os
 
@@ -48,7 +48,7 @@ def rank_checks(rank, folder):
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_processes(tmp_path):
-    """Both have Hugging Face's logits of the whole model, eager and in one graph."""
+    """Both processes have Hugging Face's logits of the whole model, eager and in one graph."""
     model, tokens = small_model(layer_types=[SLIDING]), text()[:1, :LENGTH]
     model.save_pretrained(tmp_path / "model")
     torch.save({"tokens": tokens.clone(), "logits": model(tokens).logits}, tmp_path / "want.pt")

@@ -1,5 +1,5 @@
-"""Uses of a ``PagedCache`` that once gave other logits than a request alone, silently: right, or
-refused before anything is written, or counted where the host may not look."""
+"""Uses of a ``PagedCache`` that once silently gave wrong logits: now they are right, or refused
+before anything is written, or counted where the host cannot read values."""
 
 import re
 
@@ -18,13 +18,13 @@ CLOSE = 1e-4  # logits have a standard deviation of one
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Steps as in a graph, or on a device: nothing looks at values."""
+    """Run steps as in a graph or on a GPU, where nothing reads values on the host."""
     monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     monkeypatch.setattr(padded, "may_wait", lambda tensor: False)
 
 
 def spread(width, *places):
-    """Ids and a mask of ``width`` columns: tokens of each request where its ``places`` are."""
+    """Return ids and a mask of ``width`` columns, with each request's tokens at its ``places``."""
     ids = torch.full((len(places), width), 99)
     mask = torch.zeros(len(places), width, dtype=torch.int64)
     for row, columns in enumerate(places):
@@ -41,7 +41,7 @@ def check_rows(logits, places, done=None):
 
 
 def test_padding_among_tokens():
-    """Windows of 4 and of 128 are interrupted by it."""
+    """Padding interrupts windows of 4 and of 128 tokens."""
     places = [
         [column for column in range(150) if column not in (5, 7, 140)],
         list(range(0, 150, 2)),
@@ -70,7 +70,7 @@ def test_padding_in_embeddings_and_negative_positions():
 def test_positions_with_a_gap_are_refused():
     cache = new_cache(max_batch_size=1)
     reference()(text()[2:, :40], cache=cache)
-    cache.reset()  # rows of another owner stay where they are
+    cache.reset()  # rows of another owner stay
     model = reference()
     model(text()[:1, :10], cache=cache)
     for positions in ([20, 21], [10, 12], [10, 9], [11, 12]):
@@ -83,7 +83,7 @@ def test_positions_with_a_gap_are_refused():
 
 @pytest.mark.parametrize(("back", "held"), [(1, True), (2, True), (5, False), (200, False)])
 def test_positions_that_go_back(back, held):
-    """As far as the rings of states reach; a request may begin again."""
+    """Positions go back as far as the rings of states reach; a request may start again."""
     model, cache, end = reference(), new_cache(max_batch_size=1, max_chunk=64), 250
     for start in range(0, end, 50):
         model(text()[:1, start : start + 50], cache=cache)
@@ -127,7 +127,7 @@ def pooled(**sizes):
     cache = new_cache(**{"max_cache_len": 270, "num_blocks": 3, "max_chunk": 64, **sizes})
     for request in range(3):
         cache.add(request, 200)
-    cache.seq_lens.copy_(i32([270, 260, 20]))  # as if something else had filled the rows
+    cache.seq_lens.copy_(i32([270, 260, 20]))  # as if other code had filled the rows
     return cache
 
 
@@ -185,7 +185,7 @@ def test_batches_that_do_not_fit_are_refused(case, name):
 
 def test_a_chunk_that_is_too_long_is_refused():
     cache = new_cache(max_chunk=64)
-    most = 65  # of four blocks, one of which is split: a window of 128 less one, and the chunk
+    most = 65  # four blocks, one of them shared by a window of 128 (less one) and the chunk
     batch = batch_of([1] * (most + 1), [0, most + 1], [most + 1], [0])
     with pytest.raises(ValueError, match="at most max_chunk tokens in a step, here 65, got 66"):
         v4.prefill_step(reference(), batch, cache)
@@ -194,7 +194,7 @@ def test_a_chunk_that_is_too_long_is_refused():
 @pytest.mark.parametrize("case", BATCHES)
 @pytest.mark.usefixtures("unread")
 def test_graphs_count_what_they_drop(case):
-    """And leave other requests and their caches as they are."""
+    """Other requests and their caches do not change."""
     parts, count, _ = BATCHES[case]
     alone = pooled()
     wanted = v4.decode_step(reference(), batch_of([1], [0, 1], [10], [0]), alone)
@@ -202,7 +202,7 @@ def test_graphs_count_what_they_drop(case):
     logits = v4.decode_step(reference(), batch_of(*parts), cache)
     assert logits.isfinite().all()
     dropped = int(cache.tensors.dropped)
-    if case.startswith("starts that d"):  # which request has a token is not said
+    if case.startswith("starts that d"):  # the request of a token is undefined
         assert dropped >= count
         return
     assert dropped == count
@@ -246,7 +246,7 @@ STEPS = {"V4": reference, "V3": lambda: v4.patch(small_mla_model(), kv="fp32")}
 @pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
 @pytest.mark.parametrize("family", STEPS)
 def test_a_gap_is_counted_without_a_look_at_values(family, step, monkeypatch):
-    """From tensors alone: no step reads rows that its request did not write."""
+    """Tensors alone show it: no step reads rows that its request did not write."""
     model = STEPS[family]()
     caches = [new_cache(model, max_batch_size=2) for _ in range(2)]
     whole, gapped = (cache.tensors for cache in caches)
@@ -262,7 +262,7 @@ def test_a_gap_is_counted_without_a_look_at_values(family, step, monkeypatch):
     assert gapped.seq_lens.tolist() == [4, 1]
     for ours, other in zip(tree_leaves(gapped.layers), tree_leaves(whole.layers), strict=True):
         torch.testing.assert_close(ours, other, rtol=0, atol=CLOSE)
-    # it counts on until the request goes on where its row ends, or before
+    # the count grows until the request continues at or before the end of its row
     step(model, batch_of([8], [0, 1], [5], [1]), gapped)
     assert int(gapped.dropped) == 3
     step(model, batch_of([6, 7, 8], [0, 3], [4], [1]), gapped)
@@ -315,12 +315,12 @@ def test_what_hugging_faces_caches_do_and_ours_does_not(call):
 
 
 def one(tokens, end):
-    """A step of row 0."""
+    """Return a step of row 0."""
     return v4.StepBatch(tokens, i32([0, len(tokens)]), i32([end]), i32([0]))
 
 
 def test_a_row_that_begins_again_in_a_step_may_go_back_in_a_call():
-    """The furthest end of the request before it does not count."""
+    """The largest length of the earlier request does not count."""
     model, cache = reference(), new_cache(next_n=3, max_chunk=64)
     for start in range(0, 192, 64):
         model(text()[:1, start : start + 64], cache=cache)
@@ -335,7 +335,7 @@ def test_a_row_that_begins_again_in_a_step_may_go_back_in_a_call():
 
 @pytest.mark.parametrize(("end", "back", "position"), [(250, 3, 239), (224, 5, 211)])
 def test_what_steps_overwrote_no_call_reads(end, back, position):
-    """Steps reached ``end`` and went back by some tokens: states before them are gone."""
+    """Steps reached ``end`` and went back by some tokens: earlier states are overwritten."""
     model, cache = reference(), new_cache(next_n=8, max_chunk=64)
     for start in range(0, end, 50):
         stop = min(start + 50, end)

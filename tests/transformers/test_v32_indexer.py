@@ -1,5 +1,5 @@
-"""The indexers of DeepSeek-V3.2 and GLM-5, a key a token, against Hugging Face's in float32:
-requests of several lengths in one ragged batch, over permuted blocks; hf one by one."""
+"""Indexers of DeepSeek-V3.2 and GLM-5, with a key per token, against Hugging Face's in float32.
+Ours run requests of several lengths in one ragged batch over permuted blocks, hf one by one."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from tests.helpers import i32
 
 FAMILIES = {"deepseek_v32": ("DeepseekV32", False), "glm_moe_dsa": ("GlmMoeDsa", True)}
-"""Prefix of the classes, and whether the indexer rotates neighbours."""
+"""Prefix of the classes, and whether the indexer rotates neighbouring values."""
 
 HIDDEN, RESIDUAL, TOPK, BLOCK_SIZE = 48, 32, 24, 16
 LENGTHS = (70, 24, 25, 1)
-"""More rows than TOPK, as many, one more, and one."""
+"""More rows than TOPK, as many as TOPK, one more, and a single row."""
 
 
 def layer_of(family: str) -> tuple[Any, Any]:
-    """Their indexer with random weights, and their rotary embedding."""
+    """Return the indexer with random weights, and the rotary embedding."""
     name = f"transformers.models.{family}.modeling_{family}"
     modeling = pytest.importorskip(name, reason="transformers is older")
     prefix, _ = FAMILIES[family]
@@ -45,7 +45,7 @@ def hugging_faces(indexer: Any, rotary: Any, hidden: Tensor, residual: Tensor) -
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_selected_rows_are_hugging_faces(family: str, layout: str) -> None:
-    """All of them in float32; nine in ten with queries and keys in FP8."""
+    """All selected rows agree in float32, and nine in ten with FP8 queries and keys."""
     indexer, rotary = layer_of(family)
     made, num_tokens = torch.Generator().manual_seed(4), sum(LENGTHS)
     hidden, residual = (torch.randn(num_tokens, n, generator=made) for n in (HIDDEN, RESIDUAL))

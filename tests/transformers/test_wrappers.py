@@ -1,4 +1,4 @@
-"""``patch`` decides on the host what a module is: traces read neither names nor functions, which a
+"""``patch`` decides on the host what a module is; traces read neither names nor functions, which a
 tracer may show differently. Users' wrappers run or are refused, in eager and compiled steps."""
 
 import ast
@@ -24,7 +24,7 @@ FAMILIES = {
     "v4": functools.partial(small_model, **CSA),
     "v3": functools.partial(small_mla_model, num_hidden_layers=1, first_k_dense_replace=0),
 }
-"""Models of few layers, whose steps compile in seconds."""
+"""Models with few layers, whose steps compile in seconds."""
 V3_AND_NIGHTLY_V4 = ["v3", *nightly("the same of V3", "v4")]
 LENGTH, CLOSE = 24, 1e-4
 SETTINGS = {"kv": "fp32", "precision": "reference"}
@@ -32,7 +32,7 @@ STATE = "must be Hugging Face's own as patch saw it, without hooks, as ops do it
 
 
 def modelling(model):
-    """The file of Hugging Face that a model's class is in."""
+    """Return Hugging Face's file with the class of a model."""
     kind = model.config.model_type
     return getattr(transformers.models, kind).__dict__[f"modeling_{kind}"]
 
@@ -42,7 +42,7 @@ def cache_of(model):
 
 
 def last_logits(model, step=v4.decode_step, cache=None, **compiled):
-    """Logits of the last of 24 tokens of two requests, by a decode step."""
+    """Return logits of the last of 24 tokens of two requests, by a decode step."""
     if compiled:
         step = torch.compile(v4.decode_step, backend="eager", **compiled)
     cache = cache or cache_of(model)
@@ -57,7 +57,7 @@ def stock_logits(model):
 
 
 def steps(model):
-    """A decode step, eager and compiled, as functions without arguments."""
+    """Return an eager and a compiled decode step, as functions without arguments."""
     return (lambda: last_logits(model)), (lambda: last_logits(model, fullgraph=True))
 
 
@@ -68,7 +68,7 @@ def check_steps(model, want, atol=CLOSE):
 
 @pytest.mark.parametrize("family", V3_AND_NIGHTLY_V4)
 def test_names_that_a_tracer_shows_do_not_count(family, monkeypatch):
-    """Dynamo of torch 2.15 shows the wrapper's names where a forward is decorated."""
+    """If a forward is decorated, Dynamo of torch 2.15 shows the wrapper's names."""
     model = FAMILIES[family]()
     want = stock_logits(model)
     v4.patch(model, **SETTINGS)
@@ -81,7 +81,7 @@ def test_names_that_a_tracer_shows_do_not_count(family, monkeypatch):
 
 
 def exported(model):
-    """Strictly, by the module behind ``export_decode``."""
+    """Export the module behind ``export_decode``, strictly."""
     cache = cache_of(model)
 
     def step(_, batch, tensors):
@@ -94,7 +94,7 @@ def exported(model):
 
 @pytest.mark.parametrize("family", V3_AND_NIGHTLY_V4)
 def test_a_strict_export_is_another_way_into_a_trace(family):
-    """test_compile_step.py and test_dynamo.py have those that users take."""
+    """test_compile_step.py and test_dynamo.py test the other ones."""
     model = FAMILIES[family]()
     want = stock_logits(model)
     v4.patch(model, **SETTINGS)
@@ -102,7 +102,7 @@ def test_a_strict_export_is_another_way_into_a_trace(family):
 
 
 def test_no_trace_reads_a_name_or_a_functions_identity():
-    """Outside of the functions that run on the host: what ``patch`` calls, and cache keys."""
+    """The exceptions are functions that run on the host: what ``patch`` calls, and cache keys."""
     host = {"defining_class", "is_library_method", "_unbound", "_package_of", "_is_of_class"}
     host |= {"_is_accelerates"}
     host_files = {"precompiled.py", "kernel_files.py", "compiled.py"}
@@ -165,7 +165,7 @@ def test_the_class_of_a_module_is_that_of_its_forward():
 
 
 def doubled(forward):
-    """A decorator as users write it."""
+    """Decorate a function as users do."""
 
     @functools.wraps(forward)
     def wrapper(*args, **rest):
@@ -178,8 +178,8 @@ def doubled(forward):
     ("family", "first"), [("v3", False), *nightly("test_modules.py", ("v4", True))]
 )
 def test_a_wrapper_around_an_instances_forward_runs(family, first):
-    """Of a module that steps call, put on before patch or after it; test_modules.py has both
-    orders of eager steps."""
+    """The wrapper is around a module that steps call, before or after patch; test_modules.py has
+    both orders for eager steps."""
     stock = FAMILIES[family]()
     plain = stock_logits(stock)
     model = FAMILIES[family]()
@@ -198,7 +198,7 @@ def test_a_wrapper_around_an_instances_forward_runs(family, first):
 
 @pytest.mark.parametrize(("family", "precision"), [("v4", "reference"), ("v3", "serve")])
 def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch):
-    """Of a module that steps call, put on before patch; functools.wraps copies its names."""
+    """It is around a module that steps call, before patch; functools.wraps copies its names."""
     model = FAMILIES[family]()
     plain = stock_logits(model)
     norm = type(model.model.norm)
@@ -209,13 +209,13 @@ def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch)
     if family == "v3":
         check_steps(model, want, 5e-4)
         return
-    for logits in steps(model):  # its kv_norm is inside the compressor, which ops stand for
+    for logits in steps(model):  # kv_norm is in the compressor, which ops replace
         with pytest.raises(Exception, match=r"compressor\.kv_norm must be Hugging Face's own"):
             logits()
 
 
 def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
-    """Before patch, by eager and compiled steps; after it by an eager step, which asks the host."""
+    """Wrapped before patch, all steps refuse it; wrapped later, an eager step does, on the host."""
     compressor = "DeepseekV4CSACompressor"
     before, after = FAMILIES["v4"](), v4.patch(FAMILIES["v4"](), **SETTINGS)
     kind = getattr(modelling(before), compressor)
@@ -244,7 +244,7 @@ def dispatched(model):
 
 
 def skipped(model):
-    """A module whose work ops do, and its name."""
+    """Return a module whose work ops do, and its name."""
     attention = model.model.layers[0].self_attn
     if model.config.model_type == "deepseek_v3":
         return attention.kv_b_proj, "model.layers.0.self_attn.kv_b_proj"
@@ -268,7 +268,7 @@ def test_hooks_of_accelerate_compile(first):
 @pytest.mark.parametrize("family", V3_AND_NIGHTLY_V4)
 @pytest.mark.parametrize("order", ["wpd", "wdp", "pwd", "pdw", "dwp", "dpw"])
 def test_a_wrapper_above_or_below_a_hook_of_accelerate_is_refused(family, order):
-    """In every order of wrapping, patching and dispatching, where ops do the module's work."""
+    """Every order of wrapping, patching and dispatching is refused, if ops do the module's work."""
     model, error = FAMILIES[family](), None
     for action in order:
         if action == "d":
@@ -306,7 +306,7 @@ def test_a_hook_derived_from_accelerates_is_refused(family):
 
 @pytest.mark.parametrize("first", [True, *nightly("test_modules.py", False)])
 def test_adapters_of_peft_compile(first):
-    """Of V3; test_compile_step.py has V4 with an adapter."""
+    """This is V3; test_compile_step.py has V4 with an adapter."""
     peft = pytest.importorskip("peft", reason="needs peft")
     settings = peft.LoraConfig(
         r=4, target_modules=r".*\.(q_b_proj|o_proj|o_b_proj)|lm_head", init_lora_weights=False
@@ -365,7 +365,7 @@ def test_other_layers_than_patch_saw_are_refused(family, change):
 
 
 def sharded(rank):
-    """Logits of a V4 whose layers FSDP2 shards over two ranks, and what other uses raise."""
+    """Return logits of a V4 whose layers FSDP2 shards over two ranks, and errors of other uses."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model, errors = v4.patch(FAMILIES["v4"](), **SETTINGS), []
