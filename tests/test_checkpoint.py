@@ -1,4 +1,4 @@
-"""Checkpoints in the released format: their tensors, what is refused, and what loads them."""
+"""Checkpoints in the released format: their tensors, refused files, and what loads them."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def num_bytes(info):
 
 
 def test_flash_has_the_tensors_that_its_headers_were_seen_with():
-    """Counts and bytes of a dump of the headers of revision 60d8d707."""
+    """Counts and bytes are from the headers of revision 60d8d707."""
     found = released_tensors(FLASH)
     assert len(found) == 69_187
     assert sum(map(num_bytes, found.values())) == 159_609_485_896
@@ -84,7 +84,7 @@ def test_a_config_without_a_size_is_refused_by_name(read):
 
 
 def test_weights_on_each_gpu():
-    """GB of Flash and Pro; experts alone are split, or heads too."""
+    """GB of Flash and Pro, if only experts are split, or heads, too."""
     for config, sizes in (
         (FLASH, {1: (156.0, 156.0), 2: (81.9, 79.2), 4: (44.8, 40.8), 8: (26.3, 21.6)}),
         (PRO, {8: (129.8, 111.1), 16: (78.3, 58.2)}),
@@ -96,7 +96,7 @@ def test_weights_on_each_gpu():
             found = [sum(each.values()) / 1e9 for each in parts]
             assert tuple(round(each, 1) for each in found) == expected
     parts = weight_bytes(FLASH, num_gpus=4, split_heads=True)
-    # 3 x 2048 x 4096 FP4 with a scale for 32, 256 experts of 43 layers, a fourth of them
+    # 3 x 2048 x 4096 FP4 values, a scale per 32, 256 experts, 43 layers; a quarter of them
     assert parts["experts"] == 43 * 256 // 4 * 3 * 2048 * 4096 * (16 + 1) // 32
     assert parts["shared experts"] == 43 * 3 * (2048 * 4096 + 16 * 32) // 4
     cases = ((3, False, "n_routed_experts, 256, got 3"), (16, True, "o_groups, 8, got 16"))
@@ -195,7 +195,7 @@ SCALE = "layers.0.attn.wq_b.scale"
 
 
 def changed(path, name, value):
-    """The checkpoint with another tensor ``name``; None for without it."""
+    """Replace the checkpoint's tensor ``name``, or remove it if ``value`` is None."""
     from safetensors.torch import load_file, save_file
 
     index = json.loads((path / "model.safetensors.index.json").read_text())
@@ -244,7 +244,7 @@ def test_what_is_not_as_released_is_refused_by_name(small, name, value, message)
 
 
 def test_every_number_is_checked(small):
-    """--check reads all that can be none: FP8 codes, scales, and what is not quantised."""
+    """--check reads all dtypes with NaN: FP8 codes, scales, and weights that are not quantised."""
     file, whole = small / SHARD, (small / SHARD).read_bytes()
     header, weights = header_of(file)
     bits = {"F8_E4M3": b"\xff", "F8_E8M0": b"\xff", "BF16": b"\x80\x7f", "F32": b"\x00\x00\x80\xff"}
@@ -269,7 +269,7 @@ def test_numbers_past_the_first_chunk_are_checked(small, monkeypatch):
     monkeypatch.setattr(checkpoint, "_CHUNK", 64)
     header, weights = header_of(small / SHARD)
     start = header[NORM]["data_offsets"][0]
-    for value in (63, 127):  # of 128 in bf16: four chunks
+    for value in (63, 127):  # of 128 bf16 values, which are four chunks
         at = start + 2 * value
         write_header(small / SHARD, header, weights[:at] + b"\xc0\x7f" + weights[at + 2 :])
         with pytest.raises(ValueError, match=rf"^check_checkpoint: {re.escape(NORM)} must hold "):
@@ -321,7 +321,7 @@ INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors
     ],
 )
 def test_a_file_of_other_content_is_refused_by_name(small, name, content, message):
-    """Such as the text of an error, in place of what was downloaded."""
+    """For example the text of an error message that was downloaded instead."""
     (small / name).write_bytes(content)
     found = refused(small)
     assert found.startswith(f"check_checkpoint: {name} {message}")
@@ -329,7 +329,7 @@ def test_a_file_of_other_content_is_refused_by_name(small, name, content, messag
 
 
 def header_of(file):
-    """The header of a file as JSON, and its data."""
+    """Return the header of a file as JSON, and its data."""
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + size]), content[8 + size :]
@@ -348,7 +348,7 @@ def _entry(**changed):
 
 
 def _moved(start, stop):
-    """Offsets of the norm, from where it is."""
+    """Return the norm's offsets, moved by these numbers of bytes."""
 
     def change(header):
         offsets = header[NORM]["data_offsets"]
@@ -388,7 +388,7 @@ def test_a_header_that_contradicts_itself_is_refused(small, change, message):
 
 
 def test_a_name_is_there_once(small):
-    """In a header, and in all shards."""
+    """This holds in a header, and over all shards."""
     header, data = header_of(small / SHARD)
     text = json.dumps(header).encode()
     write_header(small / SHARD, text[:-1] + b"," + text[1:], data)
@@ -421,7 +421,7 @@ def test_an_index_of_other_content_is_refused(small, index, message):
 
 
 def test_one_file_needs_no_index(small):
-    """Hugging Face takes it, if there is an index too."""
+    """Hugging Face loads this file even if there is an index."""
     held = dict(tensors(small))
     num_bytes = check_checkpoint(small).num_bytes
     for file in small.glob("model*"):
@@ -433,7 +433,7 @@ def test_one_file_needs_no_index(small):
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory):
-    """A checkpoint in one file, whose parts can be written again."""
+    """Write a checkpoint in one file; tests replace its parts."""
     path = write_checkpoint(tmp_path_factory.mktemp("fuzzed"), SMALL, shards=1)
     (path / "model-00001-of-00001.safetensors").rename(path / "model.safetensors")
     (path / INDEX).unlink()
@@ -447,8 +447,8 @@ def accepts_all(path):
 
 @st.composite
 def contradictory(draw, header):
-    """A header that looks like one: places move, together or alone, or a dtype or shape is another.
-    And the bytes that are added behind the data."""
+    """Sample a plausible but wrong header: offsets move, together or alone, or a dtype or shape
+    changes. Return the header, and the number of bytes to append to the data."""
     header = json.loads(json.dumps(header))
     names = [name for name in header if name != "__metadata__"]
     names.sort(key=lambda name: header[name]["data_offsets"])
@@ -468,7 +468,7 @@ def contradictory(draw, header):
         one["dtype"] = draw(st.sampled_from(("F32", "I8", "U8", "F8_E5M2", "F4", "X")) | st.text())
     elif change == "shape":
         one["shape"] = draw(st.permutations(one["shape"]) | st.lists(NUMBERS, max_size=3))
-    else:  # DSpark's drafts have names and shapes that no config gives
+    else:  # DSpark's drafts have names and shapes that do not follow from a config
         added = {"dtype": "F4", "shape": [draw(st.integers(0, 9))], "data_offsets": [0, 0]}
         stop = header[names[-1]]["data_offsets"][1]
         size = draw(st.integers(0, 5))
@@ -481,7 +481,7 @@ def contradictory(draw, header):
 @given(data=st.data())
 @settings(max_examples=100 if NIGHTLY else 25, deadline=None)
 def test_any_header_is_accepted_or_refused_clearly(fuzzed, data):
-    """One that is accepted is one that safetensors reads alike."""
+    """safetensors reads an accepted header in the same way."""
     file = fuzzed / "model.safetensors"
     header, weights = header_of(file)
     any_change = mutated(header).map(lambda made: (made, 0))
@@ -552,7 +552,7 @@ def test_the_command_line_writes_and_checks(tmp_path, capsys):
     assert "427 tensors" in capsys.readouterr().out
     assert check_checkpoint(folder).num_tensors == 427
     before = {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
-    assert main(["checkpoint", folder, "--seed", "1"]) == 1  # without --check, by mistake
+    assert main(["checkpoint", folder, "--seed", "1"]) == 1  # --check was forgotten
     assert "checkpoint: DIR must hold no checkpoint to write over" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
     assert main(["checkpoint", folder, "--check"]) == 0

@@ -26,12 +26,12 @@ LAYERS = ("ops", "meta", "reference", "lowering", "testing")
 
 
 def run(capsys, *arguments):
-    """Exit status and standard output of a command."""
+    """Run a command; return its exit status and standard output."""
     status = main(arguments)
     return status, capsys.readouterr().out
 
 
-# torch reads CXX when it is imported, which a forked process has behind it
+# torch reads CXX when it is imported, and a forked process has already imported torch
 DOCTOR = """
 import sys
 from torch._inductor import config
@@ -42,7 +42,7 @@ sys.exit(main(["doctor", "--quick", "--json"]))
 
 
 def doctor_of(compiler):
-    """What ``doctor --json`` ends with where CXX is ``compiler``."""
+    """Return the JSON of ``doctor --json`` if CXX is ``compiler``."""
     env = {**os.environ, "CXX": compiler}
     return forked.python("-c", DOCTOR, compiler, cwd=ROOT, env=env)
 
@@ -162,7 +162,7 @@ def test_list_show_and_explain_for_machines(capsys):
 
 
 def test_a_reader_that_leaves_is_no_error():
-    """`list | head -1` in a shell."""
+    """For example `list | head -1` in a shell."""
     reader, writer = os.pipe()
     os.close(reader)
     for flags in ((), ("-u",)) if NIGHTLY else ((),):
@@ -295,7 +295,7 @@ def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):
 
 
 def test_doctor_prints_what_it_knows_before_it_compiles(capsys, monkeypatch):
-    """Through a pipe, which gets what is flushed; as JSON, on stderr."""
+    """Output reaches a pipe only if it is flushed; with JSON it goes to stderr."""
     pipe, flushed = Pipe(), []
 
     def child(command):
@@ -356,7 +356,7 @@ TESTED = "torch 2.11 to 2.15 were tested."
 def test_doctor_knows_versions_that_were_tested_together(
     monkeypatch, torch_version, transformers, said
 ):
-    """It warns of others, and too old ones are a problem."""
+    """doctor warns of other versions; versions that are too old are a problem."""
     monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(probes, "distribution_version", lambda name: transformers)
     problems, warnings = [], []
@@ -375,7 +375,7 @@ needs_gxx = pytest.mark.skipif(lacks_gxx, reason="needs g++ on Linux")
 
 @pytest.fixture
 def static_cxx(tmp_path):
-    """A compiler like the one that breaks AOTInductor packages."""
+    """Write a compiler that breaks AOTInductor packages."""
     wrapper = tmp_path / "static-g++"
     wrapper.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
     wrapper.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What importing the package loads, and that lowerings need no call, in fresh processes."""
+"""What an import of the package loads, and that lowerings need no call; in fresh processes."""
 
 import ast
 import os
@@ -79,7 +79,7 @@ with contextlib.suppress(Exception):
 """
 
 LOOP_MS = 60
-"""Of the loop above, on a machine that the budget of 150 ms is meant for; some are half as fast."""
+"""Milliseconds of the loop above on the machine of the 150 ms budget; some are half as fast."""
 
 
 def run(code: str, *options: str, **env: str) -> subprocess.CompletedProcess:
@@ -94,15 +94,15 @@ def run(code: str, *options: str, **env: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory) -> subprocess.CompletedProcess:
-    """A process with nothing imported, without bytecode of ours or compiled code to help."""
+    """Run a process with nothing imported, without bytecode of ours, and without compiled code."""
     folder = tmp_path_factory.mktemp("imports")
     package = folder / "torch_tensorrt"
     package.mkdir()
     for name in ("__init__.py", "dynamo.py"):
         (package / name).touch()
     env = {"PYTHONDONTWRITEBYTECODE": "", "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
-    # no compiler: the generated code is read alone, and no vectors, else Inductor looks in three
-    # more processes which there are
+    # no compiler: the test only reads the generated code; and no SIMD, because Inductor would start
+    # three more processes to detect it
     return run(IN_A_PROCESS, str(folder), CXX="true", TORCHINDUCTOR_VEC_ISA_OK="0", **env)
 
 
@@ -113,9 +113,8 @@ def test_import_needs_torch_only(process):
 
 @pytest.mark.slow
 def test_import_costs_less_than_150_ms_over_torch(process):
-    """Of processor time, the best of five, in units of a loop: the budget is the package's, not
-    that of a slow or busy machine, of a collection of torch's objects, or of bytecode that is not
-    kept."""
+    """This is processor time, the best of five runs, in units of a loop: the budget must not depend
+    on slow or busy machines, on garbage collections of torch's objects, or on bytecode."""
     found = re.findall(r"^loops (.*)$", process.stdout, re.M)
     assert len(found) == 5
     assert min(map(float, found)) * LOOP_MS < 150
@@ -128,21 +127,21 @@ def test_a_probe_imports_nothing(process):
 
 @pytest.mark.slow
 def test_first_compile_of_a_process_is_lowered(process):
-    """Plain torch.compile, nothing imported but torch and dsv4_ops, no cache to help."""
+    """torch.compile is called with only torch and dsv4_ops imported, and with empty caches."""
     assert "cpp_fused" in process.stderr, "no generated code in the log"
     assert "torch.ops.dsv4_ops" not in process.stderr.split("def call(")[-1]
 
 
 @pytest.mark.slow
 def test_the_guard_exists_once_torch_tensorrt_is_imported(process):
-    """No trace before looks for frames of torch-tensorrt."""
+    """Before that, no trace looks for frames of torch-tensorrt."""
     assert "\nguards before 0 False\nguards after 1\n" in process.stdout
     source = (Path(dsv4_ops.__file__).parent / "dispatch" / "define.py").read_text()
     assert "tensorrt" not in source
     assert "_getframe" not in source
 
 
-LAYERS = (  # those of a tuple may not import each other, nor a later one
+LAYERS = (  # a layer may import neither layers of its tuple nor later layers
     ("core",),
     ("meta", "reference"),
     ("testing",),
@@ -154,14 +153,14 @@ LAYERS = (  # those of a tuple may not import each other, nor a later one
     ("integrations",),
     ("cli",),
 )
-"""Bottom to top, as import-linter has them in pyproject.toml."""
+"""Bottom to top, as in import-linter's contract in pyproject.toml."""
 
 LOADERS = {"dispatch/layers.py", "testing/__init__.py"}
-"""Files that load by name what a layer above holds."""
+"""Files that load modules of higher layers by name."""
 
 
 def names_in_strings(tree):
-    """Targets of ``import_module``, up to the first part that is computed."""
+    """Return the arguments of ``import_module``, up to the first computed part."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             name = node.args[0]
@@ -170,8 +169,8 @@ def names_in_strings(tree):
 
 
 def test_a_name_in_a_string_counts_as_an_import():
-    """import-linter does not see these: core imports core and torch only, and no layer but for the
-    loaders names one above it."""
+    """import-linter does not see these names. core may name only core and torch; no layer except
+    the loaders may name a higher layer."""
     rank = {layer: place for place, layers in enumerate(LAYERS) for layer in layers}
     package = Path(dsv4_ops.__file__).parent
     upward = set()

@@ -1,4 +1,4 @@
-"""What ``tests/support/once.py`` spares torch, and that it leaves nothing else out."""
+"""``tests/support/once.py`` saves torch's repeated work, and changes nothing else."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import tests.support.once
 
 
 def test_fake_tensors_of_the_cache_are_those_that_dispatch_makes():
-    """Torch compares each: views, writes, promoted types, of sizes that are symbols."""
+    """Torch compares each tensor: views, writes, promoted types, with symbolic sizes."""
     with config.patch(fake_tensor_cache_crosscheck_enabled=True):
         mode = FakeTensorMode(shape_env=ShapeEnv())
     FakeTensorMode.cache_clear()
@@ -29,10 +29,10 @@ def test_fake_tensors_of_the_cache_are_those_that_dispatch_makes():
 
 
 def test_outputs_are_compared_until_one_has_the_keys(monkeypatch):
-    """Of every size: what torch found unfit for the cache does not count as seen."""
+    """At every size: a tensor that torch cannot cache does not count as seen."""
     mode = FakeTensorMode()
     FakeTensorMode.cache_clear()
-    real = torch.zeros(())  # has other keys than a fake tensor
+    real = torch.zeros(())  # other keys than a fake tensor
     monkeypatch.setattr(FakeTensorMode, "_output_from_cache_entry", lambda *call: real)
     monkeypatch.setattr(tests.support.once, "_seen", set())
     for size in (3, 5):
@@ -60,7 +60,7 @@ def test_the_table_is_made_once(monkeypatch):
 
 
 def test_shapes_of_a_traced_graph_are_kept_but_not_those_of_a_node_that_a_pass_made():
-    """And a run on fake tensors finds the same of all."""
+    """A run on fake tensors finds the same shapes."""
 
     def call(values):
         return (values.t() + 1).contiguous().view(-1)[1:].to(torch.float16)

@@ -13,7 +13,7 @@ from dsv4_ops.dispatch.define import register
 from dsv4_ops.testing.case import OpTesting
 from dsv4_ops.testing.contract.audit import audit
 
-HOST_FUNCTIONS = {  # and those around collectives of torch
+HOST_FUNCTIONS = {  # and functions around collectives of torch
     "cp_combine", "cp_gather_heads", "cp_gather_rows", "max_context_chunks",
     "max_prefill_chunks", "mla_workspace_rows", "plan_context_chunks", "plan_prefill_chunks",
     "rope_cos_sin_cache", "split_kv_b_proj",
@@ -32,7 +32,7 @@ def test_public_functions_and_ops_are_the_same_set():
 
 
 def broken(monkeypatch, layer: str, held) -> list[str]:
-    """Audit of a copy of SPEC whose ``layer`` holds ``held``."""
+    """Return the audit of a copy of SPEC with ``held`` in ``layer``."""
     layers = ("ops", "lowering", "testing")
     found = {name: SPEC.implementation(name) for name in layers} | {layer: held}
     monkeypatch.setattr(OpSpec, "implementation", lambda self, name: found[name])

@@ -1,4 +1,4 @@
-"""``testing.released_model``: what ``load_quantized`` would have loaded, without files."""
+"""``testing.released_model`` builds, without files, what ``load_quantized`` would load."""
 
 import os
 
@@ -22,11 +22,11 @@ from tests.support.ranks import run_ranks
 
 SPLIT = {**TINY, "num_hidden_layers": 2, "num_hash_layers": 1, "compress_ratios": [4, 128, 0]}
 SPLIT |= {"moe_intermediate_size": 256}
-"""Its shared experts have whole blocks on each of two ranks."""
+"""Shared experts have whole blocks on each of two ranks."""
 PLANS = ({}, {"experts": "parts"}, {"heads": False}) if NIGHTLY else ({},)
 CLOSE = 0.015
-"""Of the norm of a token's logits, for half of the tokens: both models are in bfloat16, and a near
-tie of routers falls differently."""
+"""Median error, relative to the norm of a token's logits: both models are in bfloat16, and routers'
+near ties may fall differently."""
 
 
 def kinds(model):
@@ -48,7 +48,7 @@ def test_tensors_are_those_of_a_loaded_checkpoint(tmp_path):
 def test_seeds_decide_every_tensor():
     made, again, other = (released_model(TINY, device="cpu", seed=seed) for seed in (3, 3, 4))
     for name, tensor in made.state_dict().items():
-        if tensor.element_size() == 1:  # NaN codes of scales never, but equal() knows few dtypes
+        if tensor.element_size() == 1:  # there is no NaN, but equal() supports few dtypes
             tensor = tensor.view(torch.uint8)
         same = again.state_dict()[name].view(tensor.dtype)
         assert torch.equal(tensor, same), name
@@ -69,13 +69,13 @@ def test_it_is_patched_and_decodes():
 
 
 def called(model):
-    """Logits of a call of Hugging Face's form."""
+    """Return the logits of a call in Hugging Face's form."""
     cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
     return model(torch.arange(10).view(2, 5), cache=cache).logits.flatten(0, 1)
 
 
 def logits(model):
-    """Of such a call, of a prefill past a window, and of steps behind it."""
+    """Return logits of such a call, of a prefill past a window, and of later steps."""
     found = [called(model)]
     cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
     row = cache.add("a", num_tokens=140)
@@ -88,7 +88,7 @@ def logits(model):
 
 
 def ask_for_kernels(model, cache):
-    """A step with fake tensors asks for kernels, calls no other rank and changes no module."""
+    """A step with fake tensors requests kernels, calls no other rank and changes no module."""
     before = [each.data_ptr() for each in model.buffers()]
     dry_run = DryRuns(v4.decode_step)
     dry_run._run(with_methods(model), cache.tensors, 2, 2, {}, kernel_requests(object()))
@@ -105,7 +105,7 @@ def rank_parts(rank, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     whole = released_model(SPLIT, device="cpu")
     state, want = whole.state_dict(), torch.load(folder / "want.pt")
-    for module in (forwards, fused_projections):  # of this process, which ends with the test
+    for module in (forwards, fused_projections):  # only in this process, which ends with the test
         module.FUSED_ON = ("cpu",)
     for settings in PLANS:
         model = released_model(SPLIT, device="cpu", distributed=split_over(2, **settings))
@@ -131,11 +131,11 @@ def rank_parts(rank, folder):
             ask_for_kernels(model, cache)
         shared = model.model.layers[0].mlp.shared_experts
         rows, compiled = torch.randn(3, 256).bfloat16(), torch.compile(shared, backend="eager")
-        assert torch.equal(compiled(rows), shared(rows))  # reads no part of a fused weight
+        assert torch.equal(compiled(rows), shared(rows))  # no read of a part of a fused weight
         forward = v4.unpatch(model).lm_head.forward
         assert forward.__qualname__.endswith("tp_forward"), "that of Hugging Face's plan"
     gate = model.model.layers[0].mlp.gate
-    gate.forward = gate.forward  # as ep_router sets one
+    gate.forward = gate.forward  # as ep_router sets it
     with pytest.raises(NotImplementedError, match=r"^patch: .*0\.mlp\.gate must number the"):
         v4.patch(model, parallel=ContextParallel.of() if heads else None)
     loaded = v4.load_quantized(folder / "files", distributed_config=split_over(2))
@@ -159,7 +159,7 @@ def placed(model):
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 def test_ranks_have_their_parts_of_the_whole(tmp_path):
-    """Parts are slices, as loading places them, and logits are those of one process."""
+    """Parts are slices, as a load places them, and logits are those of one process."""
     pytest.importorskip("accelerate", reason="transformers loads split models with it")
     write_checkpoint(tmp_path / "files", SPLIT)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The versions that are tested: their one home, and a warning of later ones."""
+"""The tested versions are in one file, and later versions cause a warning."""
 
 import re
 import subprocess
@@ -33,13 +33,13 @@ def test_every_torch_meets_the_newest_transformers():
 
 
 def test_a_torch_has_one_triton():
-    """The one that it requires."""
+    """It is the Triton that this torch requires."""
     pairs = {(lane.torch, lane.triton) for lane in versions.LANES.values()}
     assert len(pairs) == len({torch for torch, _ in pairs})
 
 
 def test_pins_have_no_upper_bound():
-    """pip would downgrade what a user has, or refuse it."""
+    """Otherwise pip would downgrade a user's packages, or refuse them."""
     project = (ROOT / "pyproject.toml").read_text()
     for package, oldest in OLDEST.items():
         assert re.findall(rf'"{package}([<>=~!][^";]*)', project) == [f">={oldest}"]
@@ -94,7 +94,7 @@ def test_a_tested_release_is_no_warning(version):
 
 
 def test_imports_warn_of_later_releases(tmp_path):
-    """Of torch with the package, of transformers with what patches its models."""
+    """The package warns of torch, and its integration of transformers."""
     code = """
 import sys, torch, importlib.metadata as metadata
 known = metadata.version

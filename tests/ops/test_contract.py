@@ -292,11 +292,11 @@ def groups():
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [*groups()])
 def test_compiled_equals_the_reference(names):
-    """One graph, nothing opaque, no recompile over sampled batches of any size; those of SMOKE_OPS
-    with the flags that users get, in `make smoke`.
+    """The ops are one graph without opaque calls, which does not recompile for other sizes. In
+    `make smoke`, SMOKE_OPS have the compiler flags that users get.
 
-    An op that is fused by IR of its own is between a producer and a consumer, where more can go
-    wrong. `make test-all` and `make lanes` have it by itself too."""
+    An op that writes, or has IR of its own, is between a producer and a consumer, where more can go
+    wrong. `make test-all` and `make lanes` also compile it alone."""
     fused = [OPS[name] for name in names if is_fused(name)]
     specs = [OPS[name] for name in names if EVERY or not is_fused(name)]
     of_users = SMOKE_OPS.issuperset(names) and (SMOKE or NIGHTLY)

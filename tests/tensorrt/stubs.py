@@ -1,8 +1,8 @@
-"""Import what ``.ci/tensorrt_stubs.py`` built into a process that does nothing else.
+"""Import torch-tensorrt, as ``.ci/tensorrt_stubs.py`` built it, in a process for this alone.
 
-Private names of torch and torch-tensorrt are replaced, so that one pinned version runs on a machine
-without a GPU. What it shows is tracing, lowering, partitioning and the checks of plugins; no engine
-is built, and segments meant for engines run eagerly.
+This file replaces private names of torch and torch-tensorrt, so that one pinned version runs on a
+machine without a GPU. Tests with it show tracing, lowering, partitioning and the checks of plugins.
+No engine is built; the segments for engines run eagerly.
 """
 
 import logging
@@ -20,7 +20,7 @@ FOLDER = Path(
 
 
 def missing() -> str:
-    """Why the stubs cannot be used; empty if they can."""
+    """Return why the stubs cannot be used, or nothing."""
     if not (FOLDER / "complete").exists():
         return f"no stubs of TensorRT in {FOLDER}: `make tensorrt-stubs` builds them"
     pinned = (FOLDER / "complete").read_text().partition("==")[2][:4]

@@ -1,4 +1,4 @@
-"""Engines of TensorRT. For machines that have it: nothing here ran where this was written."""
+"""TensorRT engines, for machines that have TensorRT; these tests have never run."""
 
 import importlib
 import runpy

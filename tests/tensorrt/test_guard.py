@@ -1,4 +1,4 @@
-"""What needs no torch-tensorrt: the schemas it can take, and who is refused what."""
+"""Tests without torch-tensorrt: the schemas that it supports, and which traces are refused."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ FUNCTION = "def {name}(call):\n    return call()\n"
 
 
 def inside(module, name, call):
-    """Run ``call`` below a function that looks as if torch-tensorrt had it."""
+    """Run ``call`` in a function whose module and name look like torch-tensorrt's."""
     guard.install()
     namespace = {"__name__": module}
     exec(FUNCTION.format(name=name), namespace)
@@ -44,7 +44,7 @@ def decompose():
 
 @pytest.mark.parametrize("name", OPS)
 def test_schemas_fit(name):
-    """Tensors first, then plain values; no lists, and no names that TensorRT's plugins keep."""
+    """Tensors come first, then plain values; no lists, and no name that TensorRT reserves."""
     schema = OPS[name].op._schema
     kinds = [str(argument.type) for argument in schema.arguments]
     assert set(kinds) <= ARGUMENTS
@@ -74,14 +74,14 @@ def test_after_enable_an_exported_program_is_taken(monkeypatch):
 
 
 def test_an_unknown_way_is_refused_even_after_enable(monkeypatch):
-    """A later torch-tensorrt may trace elsewhere: what is not known to keep writes raises."""
+    """A later torch-tensorrt may trace elsewhere: traces that may not preserve writes raise."""
     monkeypatch.setattr(guard, "_ENABLED", [True])
     with pytest.raises(ValueError, match="Compile with"):
         inside("torch_tensorrt.dynamo.new", "trace", decompose)
 
 
 def test_ops_that_write_nothing_stay_whole():
-    """No decomposition of ours gets into an engine, whoever traces."""
+    """Whoever traces, engines contain no decompositions of our ops."""
 
     def traced():
         def call(starts, lens):

@@ -1,4 +1,4 @@
-"""PTX of plugins: its parameters, what it needs, and on a GPU what it computes."""
+"""PTX of plugins: its parameters, its requirements, and on a GPU its results."""
 
 import ctypes
 import os
@@ -87,8 +87,8 @@ print("equal")
 
 
 def plain_scores(dtype, heads):
-    """Inputs of indexer_logits whose scores are exact: whole numbers, weights of powers of two.
-    Blocks that do not exist, requests that do not, lengths of none, all and too many, a NaN key."""
+    """Make inputs of indexer_logits with exact scores: integers, and weights of powers of two. Some
+    blocks and requests are absent, lengths are 0, the maximum or larger, and one key is NaN."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(-4, 5, (6, heads, 128), generator=generator).to(dtype)
     weights = 2.0 ** torch.randint(-3, 3, (6, heads), generator=generator)
@@ -131,7 +131,7 @@ def rope(dtype, inverse, capability=90):
 
 
 def test_the_stripped_kernel_assembles(tmp_path):
-    """Inputs, numbers, output: the order of TensorRT's arguments. ptxas takes the text."""
+    """Arguments are in TensorRT's order: inputs, numbers, output. ptxas accepts the text."""
     from dsv4_ops.kernels.common.triton_compat import ptxas
 
     kernel = rope(torch.bfloat16, inverse=False)
@@ -161,7 +161,7 @@ def test_the_kernel_equals_the_reference_in_the_interpreter(code):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_the_driver_launches_it_with_the_arguments_of_a_plugin(dtype, inverse):
-    """As TensorRT does: loaded from text, inputs, then numbers, then the output."""
+    """As in TensorRT, PTX is loaded from text; arguments are inputs, numbers, then the output."""
     from dsv4_ops.reference.rope import apply_rope
 
     major, minor = torch.cuda.get_device_capability()
@@ -184,7 +184,7 @@ def test_scores_fit_the_shared_memory_of_any_launch(dtype):
 
 
 def launch(kernel, blocks, inputs, numbers, outputs):
-    """Through the driver API alone, on the current stream."""
+    """Launch by the driver API alone, on the current stream."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def checked(code):

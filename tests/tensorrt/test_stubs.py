@@ -1,7 +1,7 @@
-"""torch-tensorrt over stubs of TensorRT's libraries: traced, lowered, partitioned, run eagerly.
+"""torch-tensorrt with stubs of TensorRT's libraries: steps are traced, lowered, partitioned and run
+eagerly.
 
-In a process of its own, because private names are replaced there (``stubs.py``).
-"""
+A separate process runs these tests, because ``stubs.py`` replaces private names."""
 
 import os
 import re

@@ -19,13 +19,13 @@ RECORD = {"output_logits": True, "return_dict_in_generate": True, "do_sample": F
 
 
 class Conversation:
-    """Turns of a batch; every request knows its tokens, so that it can be run alone.
+    """Turns of a batch; it stores the tokens of every request, so that each can run alone.
 
     Args:
-        rows: Requests.
-        rng: Of new tokens.
-        pad: The id of padding; no request says it, but the model may.
-        sizes: Of the cache.
+        rows: Number of requests.
+        rng: Samples new tokens.
+        pad: The id of padding; no prompt has it, but the model may generate it.
+        sizes: Sizes of the cache.
     """
 
     def __init__(self, rows, rng, pad=PAD, **sizes):

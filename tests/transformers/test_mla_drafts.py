@@ -1,5 +1,5 @@
-"""The draft layers of DeepSeek-V3, V3.2 and GLM-5: equal to their formula, over whole sequences and
-without a cache, and the same text with them as without.
+"""The draft layers of DeepSeek-V3, V3.2 and GLM-5 equal their formula, over whole sequences without
+a cache, and drafts do not change the text.
 
     x[i] = eh_proj([enorm(embed(t[i + 1])), hnorm(h[i])]), embed 0 at i = 0, h normed by the model
     logits = head(norm(Layer(x)))

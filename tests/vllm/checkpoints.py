@@ -1,4 +1,4 @@
-"""Small checkpoints with the config of released ones, as vLLM reads them."""
+"""Small checkpoints with configs like the released ones, for vLLM."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,12 @@ _RATIOS = {
 }
 FILE = "model.safetensors"
 _HUGGING_FACE = ("layer_types", "mlp_layer_types", "rope_parameters", "compress_rates", "dtype")
-"""Fields that only Hugging Face's class has."""
+"""Fields that only Hugging Face's config class has."""
 
 
 def write_v4(path: Path, model: Any = None, **changed: Any) -> Path:
-    """Write a DeepSeek-V4: ``model``, or a small one in float32.
-
-    vLLM's own class of its config refuses the fields that Hugging Face saves.
-    """
+    """Write ``model``, or a small DeepSeek-V4 in float32. vLLM's config class refuses the fields
+    that Hugging Face saves."""
     model = model or small_model(**changed)
     model.save_pretrained(path)
     saved = json.loads((path / "config.json").read_text())
@@ -48,9 +46,9 @@ def write_v3(path: Path) -> Path:
 
 
 def write_drafting_v4(path: Path, released: Path) -> Path:
-    """Write a released folder's DeepSeek-V4 in float32, with its draft layer as it is there."""
+    """Write a released folder's DeepSeek-V4 in float32, but its draft layer unchanged."""
     loaded = DeepseekV4ForCausalLM.from_pretrained(released)
-    model = DeepseekV4ForCausalLM(loaded.config).float()  # the other would be saved in FP8
+    model = DeepseekV4ForCausalLM(loaded.config).float()  # the loaded one would be saved in FP8
     model.load_state_dict(loaded.state_dict())
     model.config.dtype = torch.float32
     write_v4(path, model)
@@ -61,6 +59,6 @@ def write_drafting_v4(path: Path, released: Path) -> Path:
 
 
 def write_drafting_v3(path: Path) -> Path:
-    """Write a DeepSeek-V3 in float32 whose fourth layer is the draft's."""
+    """Write a DeepSeek-V3 in float32 whose fourth layer is the draft layer."""
     small_mla_model(num_hidden_layers=4).save_pretrained(path)
     return add_draft(path, layers=3)

@@ -1,4 +1,4 @@
-"""Drafts by the checkpoint's own layer in one engine of vLLM, a process of its own."""
+"""Drafts by the checkpoint's own layer in one vLLM engine, in a process of its own."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ DRAFTS = 2
 
 
 def main(path: str, count: int, new: int, **settings: Any) -> None:
-    """Compare the drafts after each step with those of ``speculative_prefill`` over the text."""
+    """After each step, compare the drafts with ``speculative_prefill`` over the text."""
     drafts = {"method": "mtp", "num_speculative_tokens": DRAFTS}
     llm = make_engine(path, speculative_config=drafts, **settings)
     scheduler, found = core_of(llm).scheduler, []
@@ -22,7 +22,7 @@ def main(path: str, count: int, new: int, **settings: Any) -> None:
     def kept(drafted: Any) -> None:
         for name, tokens in zip(drafted.req_ids, drafted.draft_token_ids, strict=True):
             request = scheduler.requests.get(name)
-            if request is not None and request.num_output_tokens and tokens:  # no part of a prompt
+            if request is not None and request.num_output_tokens and tokens:  # no prompt token
                 found.append((list(request.all_token_ids), list(tokens)))
         update(drafted)
 
@@ -39,7 +39,7 @@ def main(path: str, count: int, new: int, **settings: Any) -> None:
 
 
 def alone(model: Any, text: list[int], drafts: list[int]) -> int:
-    """Whether other tokens are drafted after a text in a step of its own."""
+    """Return whether a step over the text alone drafts other tokens."""
     cache = v4.PagedCache.for_model(
         model.hf, max_batch_size=1, max_cache_len=1024, max_chunk=1024, next_n=1 + DRAFTS
     )

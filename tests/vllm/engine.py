@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 def prompts(count: int, *, short: bool = False, shared: bool = False) -> list[list[int]]:
-    """Sample prompts of 3 to 250 tokens, or 30 if ``short``; behind one text, if ``shared``."""
+    """Sample prompts of 3 to 250 tokens (30 if ``short``), after a common text if ``shared``."""
     rng = random.Random(0)
     text = [rng.randrange(3, 250) for _ in range(600)]
     lengths = (3, 30) if short else (3, 30, 140, 250)
@@ -30,16 +30,15 @@ class Report(NamedTuple):
 
     Attributes:
         error: Largest difference of a logprob from that of a step over prompt and answer.
-        wrong: Answered tokens that are not the greedy ones there.
+        wrong: Answered tokens that are not the greedy tokens of that step.
         steps, computed: Steps, and tokens that they computed.
         cached, preempted, drafted: Tokens found in the prefix cache, preemptions, tokens drafted.
         graphs, late: Graphs compiled before the first request, and after it.
         pool: Digest of every byte of all caches after the last request.
         captured, eager: CUDA graphs captured, and steps that ran in none.
-        times: Of the steps in which all requests decode, the medians in ms: ``step`` from one to
-            the next; ``schedule``, ``execute``, ``sample`` and ``update``, what the host does for
-            each: the launches with ``execute``, and ``sample`` waits for the tokens; ``device``,
-            from the first launch of ``execute`` to the last.
+        times: Median ms of steps in which all requests decode: ``step`` from a step to the next;
+            on the host ``schedule``, ``execute`` (which launches), ``sample`` (which waits for the
+            tokens) and ``update``; ``device`` from the first launch of ``execute`` to the last.
     """
 
     error: float
@@ -99,7 +98,7 @@ class Clock:
         return event
 
     def medians(self) -> dict[str, float]:
-        """Milliseconds of the steps in which as many requests as in the next decode."""
+        """Return median milliseconds of steps that decode as many requests as the next step."""
         times: dict[str, list[float]] = {}
         for step, after in itertools.pairwise(self.steps):
             if step["counts"] and set(step["counts"]) == {1} and after["counts"] == step["counts"]:
@@ -113,21 +112,21 @@ class Clock:
 
 
 def make_engine(path: str, **settings: Any) -> Any:
-    """Make a vLLM in this process: its ``LLM``."""
+    """Make a vLLM ``LLM`` in this process."""
     os.environ.update(
         DSV4_OPS_VLLM="1",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="WARNING",
-        VLLM_USE_FLASHINFER_SAMPLER="0",  # the bundle has none
-        VLLM_HOST_IP="127.0.0.1",  # a machine may have no other
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # the bundle lacks FlashInfer
+        VLLM_HOST_IP="127.0.0.1",  # the machine may have no other address
         GLOO_SOCKET_IFNAME="lo",
     )
     import torch
 
-    # vLLM's CPU platform turns chunked prefills and prefix caching off without AMX, which only its
-    # own kernels need
+    # without AMX, vLLM's CPU platform turns off chunked prefills and prefix caching, although only
+    # vLLM's own kernels need AMX
     torch.cpu._is_amx_tile_supported = lambda: True
     from vllm import LLM
 
@@ -141,17 +140,17 @@ def make_engine(path: str, **settings: Any) -> Any:
 
 
 def core_of(llm: Any) -> Any:
-    """The engine below an ``LLM``, with the scheduler and the worker."""
+    """Return the engine of an ``LLM``, with its scheduler and worker."""
     return llm.llm_engine.engine_core.engine_core
 
 
 def runner_of(llm: Any) -> Any:
-    """What runs the model, which is its ``model``."""
+    """Return vLLM's runner, whose ``model`` is our model."""
     return core_of(llm).model_executor.driver_worker.worker.model_runner
 
 
 def greedy(new: int) -> Any:
-    """Parameters of a request for ``new`` tokens with logprobs."""
+    """Return the settings of a request for ``new`` greedy tokens with logprobs."""
     from vllm import SamplingParams
 
     settings = {"temperature": 0, "detokenize": False, "ignore_eos": True, "logprobs": 1}
@@ -220,8 +219,8 @@ def run(
 
 
 def compared(model: Any, outs: list[Any]) -> tuple[float, int]:
-    """Largest difference of a logprob from that of one step over prompt and answer, and the number
-    of answered tokens that are not the greedy ones there."""
+    """Return the largest difference from logprobs of one step over prompt and answer, and the
+    number of answered tokens that are not greedy there."""
     import torch
 
     from dsv4_ops.integrations.transformers import PagedCache
@@ -244,7 +243,7 @@ def compared(model: Any, outs: list[Any]) -> tuple[float, int]:
 
 
 def _step(tokens: Any, metadata: Any, requests: list[str]) -> dict[str, Any]:
-    """What ``EngineSteps`` gets of a step; caches with the same table are listed together."""
+    """Return what ``EngineSteps`` gets in a step; caches with one table are listed together."""
     groups: dict[int, list[str]] = {}
     for name, group in metadata.items():
         groups.setdefault(group.block_table.data_ptr(), []).append(name)
@@ -267,7 +266,7 @@ def _step(tokens: Any, metadata: Any, requests: list[str]) -> dict[str, Any]:
 
 
 def _trimmed(table: Any) -> list[list[int]]:
-    """Rows of a block table without the null blocks at their ends."""
+    """Return rows of a block table without the null blocks at their ends."""
     rows = []
     for row in table.tolist():
         while row and row[-1] == 0:
@@ -276,5 +275,5 @@ def _trimmed(table: Any) -> list[list[int]]:
     return rows
 
 
-if __name__ == "__main__":  # a process for each engine
+if __name__ == "__main__":  # each engine runs in a process of its own
     print(json.dumps(run(**json.loads(sys.argv[1]))._asdict()))

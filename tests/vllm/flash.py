@@ -2,9 +2,9 @@
 
     python -m tests.vllm.flash 8 4096 FULL 3
 
-Requests of so many tokens decode 64 more, in CUDA graphs of this mode; the last number is vLLM's
-mode of ``torch.compile``, 0 for none. It prints a ``Report``, whose times stand beside ``step_ms``
-of ``python -m benchmarks model --batches 8 --contexts 4096``. On a CPU the model is small.
+The arguments are requests, tokens per prompt, vLLM's mode of CUDA graphs, and its mode of
+``torch.compile`` (0: none). Requests decode 64 tokens. Compare the printed times with ``step_ms``
+of ``python -m benchmarks model --batches 8 --contexts 4096``. On a CPU, the model is small.
 """
 
 import random
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch._inductor.config  # before vLLM sets the number of its workers to 1
+import torch._inductor.config  # vLLM would set the number of its workers to 1
 
 from benchmarks.baselines.stock_model import flash_shaped
 from tests.vllm.checkpoints import write_v4

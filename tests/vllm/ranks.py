@@ -1,4 +1,4 @@
-"""Run requests in a vLLM of several processes, and print the logprobs of their answers."""
+"""Run requests in vLLM with several processes, and print the logprobs of the answers."""
 
 import json
 import sys

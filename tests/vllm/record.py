@@ -1,6 +1,6 @@
-"""Record what vLLM hands over in a few steps, for ``test_steps.py``, which runs without vLLM.
+"""Record the inputs that vLLM passes in a few steps, for ``test_steps.py``, which lacks vLLM.
 
-.venv-vllm/bin/python -m tests.vllm.record v4; likewise v3
+.venv-vllm/bin/python -m tests.vllm.record v4  # and v3
 """
 
 import random
@@ -13,7 +13,7 @@ from tests.vllm.engine import run
 
 RECORDED = Path(__file__).parent / "recorded"
 
-# A prompt, one that shares its first block of 256 tokens in the same step, and one in two chunks.
+# a prompt, one that shares its first 256 tokens in the same step, and one in two chunks
 SIZES, SHARED, STEP_TOKENS = (260, 265, 20), 256, 280
 
 
@@ -38,5 +38,5 @@ def main(version: str) -> None:
         print(run(str(path), given=given, new=4, record=record, **settings))
 
 
-if __name__ == "__main__":  # a process for each engine
+if __name__ == "__main__":  # each engine runs in a process of its own
     main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Sampled arrivals, shared prefixes and cancels in one engine of vLLM, a process of its own."""
+"""Sampled arrivals, shared prefixes and cancels in one vLLM engine, in a process of its own."""
 
 import itertools
 import json
@@ -22,8 +22,8 @@ class Request(NamedTuple):
         begin: Tokens of the text that many prompts begin with.
         own: The other tokens of the prompt.
         new: Tokens of the answer.
-        wait: Steps between the arrival of the request before and this one's.
-        leaves: Steps after which its client leaves, or None.
+        wait: Steps from the arrival of the previous request to the arrival of this one.
+        leaves: Steps after which the client leaves, or None.
     """
 
     begin: int
@@ -44,7 +44,7 @@ REQUESTS = st.builds(
 
 
 def main(path: str, examples: int, **rest: Any) -> None:
-    """Compare all answers, also of clients that left, and count free blocks."""
+    """Compare all answers, also those of cancelled requests, and count the free blocks."""
     llm = make_engine(path, **(SIZES | rest))
     engine, model = llm.llm_engine, runner_of(llm).model
     blocks = core_of(llm).scheduler.kv_cache_manager.block_pool

@@ -1,4 +1,4 @@
-"""Blocks of FP8 keys beside those of vLLM's Triton kernel, in Triton's interpreter on a CPU."""
+"""FP8 blocks of keys have the bytes of vLLM's Triton kernel, in Triton's interpreter on a CPU."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="make test-vllm has an environment with it")
 
-# vLLM takes Triton where a backend of this name is active; the interpreter rounds e4m3 unlike a
-# GPU, so each block of 64 values is codes times a power of two
+# vLLM uses Triton if a backend of this name is active. The interpreter rounds e4m3 differently
+# from a GPU, so each block of 64 values is codes times a power of two.
 BOTH = """
 from types import SimpleNamespace
 import torch, triton.backends

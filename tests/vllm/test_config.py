@@ -1,4 +1,4 @@
-"""Settings of vLLM that the plugin takes or refuses, without vLLM."""
+"""vLLM's settings that the plugin accepts or refuses, tested without vLLM."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from dsv4_ops.integrations.vllm.config import check_config, compile_backend, pat
 
 
 def config(dtype=torch.bfloat16, cache_dtype="auto", family="deepseek_v4", **changed):
-    """What the plugin reads of a ``VllmConfig``; ``changed`` has fields of any part."""
+    """Return the parts of a ``VllmConfig`` that the plugin reads, with ``changed`` fields."""
     parts = {
         "model_config": {"dtype": dtype, "hf_overrides": {},
          "hf_config": SimpleNamespace(model_type=family)},

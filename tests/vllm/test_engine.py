@@ -20,7 +20,7 @@ AOT_EAGER = {"dsv4_ops": {"backend": "aot_eager"}}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A small V4 and V3 in float32, and a V4 in FP8 and FP4."""
+    """Write a small V4 and V3 in float32, and a V4 in FP8 and FP4."""
     path = tmp_path_factory.mktemp("models")
     write_checkpoint(path / "released")
     small_model().save_pretrained(path / "saved")
@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
 
 
 def in_process(module, settings):
-    """Run a module with an engine, and return the last JSON that it prints."""
+    """Run a module that starts an engine; return the last JSON line that it prints."""
     command = [sys.executable, "-m", module, json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -40,7 +40,7 @@ def serve(path, **settings):
     """Run requests in an engine."""
     report = Report(**json.loads(in_process("tests.vllm.engine", {"path": str(path), **settings})))
     print(report)
-    assert report.wrong == 0  # no token but the greedy ones
+    assert report.wrong == 0  # all answered tokens are greedy
     return report
 
 
@@ -77,7 +77,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_requests_get_the_logprobs_of_a_step_alone(folders, case):
-    """By Inductor, five minutes, which compiles before the first request."""
+    """With Inductor, which compiles before the first request, a case takes five minutes."""
     version, settings, least = CASES[case]
     report = serve(folders[version], **settings)
     assert report.error <= 1e-5
@@ -93,7 +93,7 @@ def test_compiled_steps_leave_every_byte_of_the_pool_as_eager_steps_do(folders, 
     report = serve(folders[version], **settings)
     assert report.pool == eager.pool
     assert report.graphs == {"v4": 12, "v3": 8}[version]
-    assert (eager.graphs, report.late) == (0, eager.late)  # vLLM compiles one of its own
+    assert (eager.graphs, report.late) == (0, eager.late)  # vLLM compiles one graph of its own
     assert report.error <= 1e-5
 
 
@@ -105,12 +105,12 @@ RELEASED = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching
     [(10, {}, 0.02), (6, {"enforce_eager": False, "additional_config": AOT_EAGER}, 0.2)],
 )
 def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, error):
-    """In bfloat16 a chunk rounds otherwise than a whole prompt, and a graph than eager code; both
+    """In bfloat16 a chunk rounds differently from a whole prompt, and a graph from eager code; both
     are as far from float32: ``test_compiled_fp8_is_as_close_to_float32_as_eager``."""
     report = serve(folders["released"], count=count, shared=True, **RELEASED, **settings)
     assert report.error <= error
     assert (report.graphs > 12) == bool(settings)
-    assert report.late <= 1  # vLLM's own; layers of a kind are in two groups of windows
+    assert report.late <= 1  # a graph of vLLM's own; layers of a kind are in two groups of windows
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -118,8 +118,8 @@ def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, 
 def test_drafts_by_the_checkpoints_layer_are_those_of_a_step_alone(
     folders, version, compiled, tmp_path
 ):
-    """Two drafts a step, in float32. Prompts are whole: at the end of a chunk vLLM gives the layer
-    the last token of the prompt in place of the next."""
+    """Two drafts per step, in float32. Prompts are whole: at the end of a chunk, vLLM gives the
+    draft layer the prompt's last token instead of the next token."""
     settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 5120}
     if compiled:  # this backend copies all blocks in every op
         settings |= {"enforce_eager": False, "additional_config": AOT_EAGER}
@@ -146,7 +146,7 @@ def test_drafts_by_the_checkpoints_layer_are_those_of_a_step_alone(
     ],
 )
 def test_requests_that_come_and_leave_at_any_time(folders, version, examples, settings):
-    """Sampled: with few blocks, prefixes of others, and chunks."""
+    """Samples have few blocks, shared prefixes, and chunks."""
     settings = {"path": str(folders[version]), "examples": examples, **settings}
     seen = json.loads(in_process("tests.vllm.sampled", settings))
     print(seen)
@@ -157,7 +157,7 @@ def test_requests_that_come_and_leave_at_any_time(folders, version, examples, se
 
 @pytest.mark.parametrize(("version", "settings"), [("v4", {}), ("v3", {"block_size": 64})])
 def test_two_ranks_split_experts_and_dense_layers(folders, version, settings):
-    """Over gloo; ranks repeat attention, and each holds all caches."""
+    """Ranks use gloo, repeat the attention, and each store all caches."""
     answers = []
     for ranks in (1, 2):
         given = {"path": str(folders[version]), "tensor_parallel_size": ranks, **settings}

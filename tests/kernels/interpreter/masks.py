@@ -1,16 +1,16 @@
-"""Triton's interpreter mended: ``forked.py`` and ``mapped.py`` import it in every process of a test
-that interprets kernels.
+"""Fixes of Triton's interpreter. ``forked.py`` and ``mapped.py`` import this file in every process
+of a test that interprets kernels.
 
-Masks: ``scalar & block`` of conditions is an int1 for Triton, on a GPU and in its interpreter; but
-the interpreter keeps its values as int32 or int64, and since 3.9 refuses such a mask. Older ones
-read it as what it is: this does the same.
+Masks: ``scalar & block`` of conditions has Triton's type int1, but the interpreter stores its
+values as int32 or int64, and since 3.9 refuses such a mask. Older interpreters read it as
+conditions, and so does this file.
 
-Scalars: Triton 3.6 keeps them as arrays of one value, which NumPy since 2.4 takes for no index.
+Scalars: Triton 3.6 stores a scalar as an array of one value, which NumPy 2.4 refuses as an index.
 
-Time: a launch patches ``triton.language``, and so does each call of a device function again, by
-looking at every member of the module, which is half of a kernel's time. Here a launch alone does.
-Half of the rest: every type and tensor works out its shape anew, every cast makes a table of all
-dtypes, and every sum of integers is made a second time for an assertion that only debugging has.
+Time: a launch patches every member of ``triton.language``, and so does each call of a device
+function, which takes half of a kernel's time. Here only launches patch. Half of the other time goes
+to repeated work: shapes of types and tensors, a table of all dtypes for every cast, and a second
+sum of integers for an assertion that only debugging uses.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The plugin of apply_rope passes TensorRT's validators, and the op is part of an engine."""
+"""apply_rope's plugin passes TensorRT's validators, and the op is part of an engine."""
 
 import operator
 import types
@@ -34,7 +34,7 @@ def described(dtype, *shape):
 
 
 def segments(module, *inputs, shapes=None):
-    """Names of the parts of a compiled module that gives what the module does."""
+    """Return the names of the parts of a compiled module, whose results are right."""
     program = torch.export.export(module, inputs, dynamic_shapes=shapes)
     settings = {"dryrun": True, "min_block_size": 1}
     found = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, **settings)
@@ -76,7 +76,7 @@ class Score(nn.Module):
 
 
 def test_scores_join_an_engine():
-    """With its optional schedule in place, which TensorRT's plugins cannot have."""
+    """The optional schedule gets a placeholder: TensorRT's plugins have no optional tensors."""
     tensors = torch.randn(3, 2, 128), torch.randn(3, 2), torch.randn(5, 4, 128)
     integers = (torch.tensor([7, 1, 0]), torch.tensor([0, 1, -1]), torch.tensor([[3, 1], [2, 9]]))
     inputs = (*tensors, *(each.int() for each in integers))
@@ -110,7 +110,7 @@ def test_other_calls_stay_in_pytorch(dtype, dim):
 
 
 def test_the_output_is_like_x():
-    """``generate_plugin`` would give every output the dtype of the first input by accident."""
+    """By mistake, ``generate_plugin`` would give every output the dtype of the first input."""
     definition = QDP_REGISTRY["dsv4_ops::apply_rope"]
     assert definition.input_tensor_names == ["x", "positions", "cos_sin_cache"]
     assert definition.input_attrs == {"inverse": bool}
@@ -119,7 +119,7 @@ def test_the_output_is_like_x():
 
 
 class Constant:
-    """A known size, in place of ``IDimensionExpr``, which has no constructor."""
+    """A known size instead of an ``IDimensionExpr``, which has no constructor."""
 
     def __init__(self, value):
         self.value = value
@@ -132,7 +132,7 @@ class Constant:
 
 
 class Builder:
-    """TensorRT's ``IExprBuilder``, of constants."""
+    """TensorRT's ``IExprBuilder`` over constants."""
 
     def constant(self, value):
         return Constant(value)
@@ -188,7 +188,7 @@ def test_scores_are_float32_and_a_block_per_token_and_64_rows(known_sizes):
 
 
 def test_the_converter_passes_the_keyword_argument(monkeypatch):
-    """torch-tensorrt's own, ``generate_plugin_converter``, takes positional ones only."""
+    """torch-tensorrt's ``generate_plugin_converter`` passes positional arguments only."""
     from torch_tensorrt.dynamo.conversion import converter_utils
 
     calls, layers = [], []

@@ -1,4 +1,4 @@
-"""A patched step, partitioned into engines and PyTorch segments, is the step that PyTorch runs."""
+"""A patched step, partitioned into engines and PyTorch segments, equals PyTorch's step."""
 
 import runpy
 from collections import Counter
@@ -25,10 +25,10 @@ from tests.helpers import EVERY
 EXAMPLE = Path(__file__).parents[3] / "examples" / "10_tensorrt.py"
 REQUESTS, TOKENS = 2, 4
 FIRST_WRITTEN = 8
-"""Inputs of a step before it are read only."""
+"""Earlier inputs of a step are read only."""
 
 DS_FP8 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-"""Widths that rows of 656 bytes have."""
+"""Sizes of rows of 656 bytes."""
 
 
 ROPE = "dsv4_ops.apply_rope.default"
@@ -43,7 +43,7 @@ def cache_for(model):
 
 
 def batches(cache, count):
-    """Ragged steps of two requests whose contexts pass the compressors' boundaries."""
+    """Make ragged steps of two requests whose contexts pass the compressors' boundaries."""
     generator = torch.Generator().manual_seed(1)
     rows = [cache.add(name, num_tokens=300) for name in range(REQUESTS)]
     lens = torch.zeros(REQUESTS, dtype=torch.int32)
@@ -59,14 +59,14 @@ def batches(cache, count):
 
 
 def segments(function):
-    """Graphs of engines and of what PyTorch runs, by name."""
+    """Return the graphs of engines and of PyTorch segments, by name."""
     found = dict(function.named_children())
     engines = {name: graph for name, graph in found.items() if "_run_on_acc" in name}
     return engines, {name: graph for name, graph in found.items() if name not in engines}
 
 
 def values(graph):
-    """Tensors that go into and come out of a segment."""
+    """Return the tensors that enter and leave a segment."""
     output = next(node for node in graph.graph.nodes if node.op == "output")
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     found = [node.meta.get("val") for node in (*placeholders, *output.all_input_nodes)]
@@ -86,12 +86,12 @@ def values(graph):
 def test_a_decode_step_writes_the_callers_caches(layers, engines):
     model = v4.patch(small_model(layer_types=list(layers)), kv="fp8")
     kinds, cache = assert_equal_steps(model, engines)
-    assert kinds["dsv4_ops_tensorrt.copy_back.default"] == 3  # dropped tokens, lengths, ends
+    assert kinds["dsv4_ops_tensorrt.copy_back.default"] == 3  # dropped, seq_lens, written
     assert all(layer.swa.any() for layer in cache.tensors.layers)
 
 
 def test_a_decode_step_of_deepseek_v3_does_so_too():
-    """A dense layer, rows of 656 bytes; the engine rotates the queries by the plugin."""
+    """A dense layer with rows of 656 bytes; in the engine, the plugin rotates the queries."""
     register_plugins(capability=(9, 0))
     model = v4.patch(small_mla_model(num_hidden_layers=1, **DS_FP8), kv="ds_fp8")
     kinds, cache = assert_equal_steps(model, 4, {ROPE: 1})
@@ -101,11 +101,11 @@ def test_a_decode_step_of_deepseek_v3_does_so_too():
 
 @torch.no_grad()
 def assert_equal_steps(model, engines, plugins=()):
-    """Exactly what PyTorch computes after the same decompositions, bytes of FP8 caches included;
-    and the logits of the model itself.
+    """Assert that a partitioned step equals PyTorch's after the same decompositions, bytes of FP8
+    caches included, and that its logits are near the model's own.
 
     Returns:
-        Ops of this package in the segments of PyTorch, with counts, and the cache written.
+        Ops of this package in the PyTorch segments, with counts, and the cache that was written.
     """
     enable()
     ours, plain, stock = (cache_for(model) for _ in range(3))
@@ -129,7 +129,7 @@ def assert_equal_steps(model, engines, plugins=()):
         written = zip(decode_inputs(batch, ours), decode_inputs(same, plain), strict=True)
         for left, right in list(written)[FIRST_WRITTEN:]:
             assert torch.equal(left, right)
-        # decompositions round differently, and FP8 makes a bit of it
+        # decompositions round differently, and FP8 enlarges the difference
         assert (found - v4.decode_step(model, again, stock)).abs().max() < 0.05
     return kinds, ours
 
@@ -137,7 +137,7 @@ def assert_equal_steps(model, engines, plugins=()):
 @pytest.mark.parametrize("family", ["v3", pytest.param("v4", marks=OTHERS)])
 @torch.no_grad()
 def test_prefill_takes_any_number_of_tokens(family):
-    """A dynamic token dimension; int64 slots and positions cross as they are."""
+    """The number of tokens is dynamic; int64 slots and positions pass unchanged."""
     enable()
     one = {"v3": small_mla_model(num_hidden_layers=1), "v4": small_model(layer_types=[SLIDING])}
     model = v4.patch(one[family], kv="bf16")
@@ -178,6 +178,6 @@ def test_the_example_compares_what_it_compiled():
 
 
 def ours_in(graphs):
-    """Ops of this package, and what became of writes, with counts."""
+    """Count this package's ops, and what writes have become."""
     targets = (str(node.target) for graph in graphs.values() for node in graph.graph.nodes)
     return Counter(name for name in targets if "dsv4_ops" in name or "auto_func" in name)

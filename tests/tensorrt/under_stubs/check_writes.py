@@ -1,4 +1,4 @@
-"""What becomes of writes, by way of compiling, target of the write and order of reads."""
+"""What becomes of writes: for each way to compile, target of the write, and order of reads."""
 
 import inspect
 
@@ -17,7 +17,7 @@ insert = torch.ops.dsv4_ops.insert_k_cache.default
 
 @torch.library.custom_op("dsv4_ops_tests::inserted", mutates_args=())
 def inserted(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """A whole read of the cache, in no engine."""
+    """Read the whole cache, outside of engines."""
     copied = cache.clone()
     insert(k, copied, slots)
     return copied
@@ -48,7 +48,7 @@ class ReadsAfter(nn.Module):
 
 
 class ReadsBefore(nn.Module):
-    """The second read waits for an engine, the write for nothing: an edge keeps their order."""
+    """The second read waits for an engine, the write for nothing; an added input orders them."""
 
     def forward(self, k, slots, cache):
         first = inserted(k, cache, slots)
@@ -73,7 +73,7 @@ class ThroughView(nn.Module):
 
 
 class Counts(nn.Module):
-    """A write of torch's own, such as the counter of dropped tokens."""
+    """A write by torch's own op, such as that of the counter of dropped tokens."""
 
     def forward(self, k, slots, cache):
         insert((k * 2).relu(), cache, slots)
@@ -85,7 +85,7 @@ MODULES = (OnlyWrites, ReadsAfter, ReadsBefore, WritesTwice, ThroughView, Counts
 
 
 class Buffers(nn.Module):
-    """All that the write takes is a constant of the graph."""
+    """All inputs of the write are constants of the graph."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ PAIRS = [(compiled, module) for compiled in (by_export, by_compile) for module i
 
 @pytest.fixture
 def plain(monkeypatch):
-    """torch-tensorrt as it is without ``enable``."""
+    """Use torch-tensorrt without ``enable``."""
     names = _compat.load("test")
     stock = [each for each in names["passes"].passes if each is not passes.keep_writes]
     if passes.remove_unread in stock:
@@ -155,7 +155,7 @@ def test_a_write_that_would_be_lost_raises(plain, compiled):
 
 
 def test_without_the_guard_the_write_would_be_lost(plain, monkeypatch):
-    """The test above can fail: this is what it protects from."""
+    """This shows what the guard protects from, and that the test above can fail."""
     monkeypatch.setattr(guard, "_tracing_function", lambda: "")
     k, slots = rows()
     for compiled in (by_export, by_compile):
@@ -204,7 +204,7 @@ def test_a_buffer_is_neither_folded_nor_written_while_compiling(fast):
 
 
 def test_without_the_edges_a_write_would_overtake_a_read(monkeypatch):
-    """The test above can fail: torch-tensorrt orders segments by data alone."""
+    """The test above can fail: torch-tensorrt orders segments by their data only."""
     enable()
     monkeypatch.setattr(passes._Writes, "_made", lambda self, node: None)
     k, slots = rows()
@@ -216,7 +216,7 @@ def test_without_the_edges_a_write_would_overtake_a_read(monkeypatch):
 
 
 def ops(function):
-    """Targets of the segments of a compiled program, engines' apart."""
+    """Return the calls in the segments of a compiled program, without those in engines."""
     engines, rest = [], []
     for child, segment in function.named_children():
         where = engines if "_run_on_acc" in child else rest
