@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _recorded(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments to store in rows, without ``--out``. Of the path of ``--baseline``, only
-    the folder's name remains, because we publish rows but no paths of a machine."""
+    """Return the arguments to store in rows, without ``--out``. The path of ``--baseline`` becomes
+    the folder's name, because we publish no paths of a machine."""
     kept: list[str] = []
     rest = iter(arguments)
     for argument in rest:

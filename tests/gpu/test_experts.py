@@ -21,7 +21,7 @@ PRECISIONS = pytest.mark.parametrize(
     ("num_tokens", "num_experts"), [(5, 8), (20, 4), (40, 4), (40, 2), (60, 2), (600, 2)]
 )
 def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_experts, bits, settings):
-    """Experts have 1 to 600 rows on average: blocks of every size, one or several per expert."""
+    """Experts have 1 to 600 rows on average, so that blocks have every size."""
     seed = torch.Generator().manual_seed(num_tokens)
     weights = expert_weights(seed, num_experts, 512, 384, bits)
     x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)

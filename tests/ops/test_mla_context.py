@@ -64,8 +64,8 @@ def device_plan(
 
 
 def test_the_plans_on_host_and_device_are_one() -> None:
-    """The chunks have every position once, in order, within the budget, and not more chunks than
-    sizes allow."""
+    """The chunks cover every position once, in order, within the budget; ``max_context_chunks``
+    bounds their number."""
     for seed in range(2000 if NIGHTLY else 300):
         random = Random(seed)
         settings, lens = settings_of(random), context_of(random)

@@ -21,7 +21,7 @@ def sampled(max_examples: int, by_day: int | None = None) -> settings:
 
 
 def for_each_call(name: str, check: Callable[[Any], None], chosen: Callable[[Any], Any]) -> None:
-    """Check sampled calls of an op (``chosen`` decorates the test with settings) and its cases."""
+    """Check sampled calls and named cases of an op; ``chosen`` decorates with settings."""
 
     @chosen
     @given(testing.strategy(name))

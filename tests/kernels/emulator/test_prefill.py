@@ -33,9 +33,9 @@ def test_keys_of_few_tokens_are_cut():
     [(100, 747, 0), (100, 748, 1), (66, 4096, 0), (67, 4096, 1), (133, 300, 0), (133, 400, 1)],
 )
 def test_wide_tables_are_copied(tokens, pages, copied):
-    """100 tokens take 132 * 0.06 ns per key (128 and the table's rows). A copy takes 12 us and 0.5
-    ns per row (the table's and 227), which is as long for 1496 rows, or 748 blocks of 2. Up to 66
-    tokens are split; 133 take as long as 264."""
+    """In place, 100 tokens take 132 * 0.06 ns per key (128 and the table's rows). A copy takes 12
+    us and 0.5 ns per row (the table's and 227): as long at 1496 rows, or 748 blocks of 2. Up to 66
+    tokens are split instead; 133 tokens need as much time in place as 264."""
 
     def made(*shape):
         return torch.empty(shape, dtype=torch.int32, device="meta")
