@@ -49,9 +49,8 @@ def in_one_pass(
 
 
 def assert_close(actual: Tensor, expected: Tensor, budget: float) -> None:
-    """Assert that the error of a row is at most ``budget`` times its amax. In bf16 this is twice
-    the rounding of the result and of the weights; float32 sums may also round the other way before
-    a code is chosen."""
+    """Assert that a row's error is at most ``budget`` times its amax: in bf16 twice the rounding of
+    the result, of the weights, and of codes that float32 sums in other orders may change."""
     error = (actual.double() - expected.double()).abs().amax((1, 2))
     amax = expected.double().abs().amax((1, 2))
     assert amax.min() > 0.1

@@ -208,8 +208,7 @@ def test_what_a_dense_spec_refuses(chosen: dict[str, Any], message: str) -> None
 def test_what_only_a_step_shows_is_refused_before_the_insert(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Too many tokens for FlashMLA's planner, ranks that do not exist, and on a CPU implementations
-    that need a GPU."""
+    """Too many tokens for FlashMLA's planner, absent ranks, and implementations that need a GPU."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_size": 64}
     spec = dense_spec(layout="plain", dtype=BF16, **sizes)
     cache, rank, rope = MlaCache.allocate(spec, 1), spec.kv_lora_rank, spec.qk_rope_head_dim

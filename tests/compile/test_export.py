@@ -1,5 +1,4 @@
-"""AOTInductor packages run without dsv4_ops, in Python and in a C++ program that links libtorch
-only."""
+"""AOTInductor packages run without dsv4_ops, in Python and in C++ that links libtorch only."""
 
 import subprocess
 import zipfile

@@ -1,5 +1,4 @@
-"""Caches that are views of one pool, as in vLLM: compiled code writes the same bytes of the pool as
-eager code."""
+"""Caches are views of one pool, as in vLLM: compiled and eager code write equal bytes."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""Run a compiled op on adversarial inputs; tests/gpu/test_contract.py starts this file under
-compute-sanitizer."""
+"""Run a compiled op on adversarial inputs; test_contract.py starts this in compute-sanitizer."""
 
 import sys
 

@@ -1,6 +1,5 @@
-"""Code of an A100 on a Hopper card: PTX of sm_80 runs on all later GPUs, and shows instructions and
-results, not speed. Takes minutes: ``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist
-worksteal``."""
+"""Code of an A100 on a Hopper card, as PTX of sm_80 runs on all later GPUs: results, not speed.
+Takes minutes: ``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist worksteal``."""
 
 import pytest
 import torch

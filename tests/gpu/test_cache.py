@@ -1,6 +1,5 @@
-"""The caches on a GPU: one format with FlashMLA and vLLM, in-place writes in graphs and packages,
-caches beyond 4 GiB. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the bundle of
-baselines."""
+"""The caches on a GPU: FlashMLA's and vLLM's format, in-place writes in graphs and packages, caches
+larger than 4 GiB. Run ``pytest -m gpu tests``; ANCHOR_DIR names the bundle of baselines."""
 
 import math
 import os
@@ -40,8 +39,7 @@ def expected_cache(k, cache, slots):
 @needs_baselines
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_bytes_are_those_of_vllm(block_size):
-    """Four million values over 40 orders of magnitude; padding bytes and other rows do not
-    change."""
+    """Four million values over 40 orders of magnitude; padding and other rows do not change."""
     vllm_insert = anchor_lib().load_vllm_triton().cache.quantize_and_insert_k_cache
     layout = MainLayout(block_size)
     generator = torch.Generator("cuda").manual_seed(0)

@@ -225,8 +225,7 @@ def test_sampled_texts_are_hugging_faces(more):
 
 
 def test_captured_steps_end_with_their_texts():
-    """If texts end in captured steps, between two checks of the host, the cache is that of eager
-    steps."""
+    """If texts end in captured steps, between two checks, the cache is that of eager steps."""
     model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
     ids = text().cuda()[:2, :40]
     plain = model.generate(ids, **{**GREEDY, "max_new_tokens": 24})

@@ -36,8 +36,7 @@ def upstream(case: Case) -> tuple[Tensor, ...]:
 @each_mode
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (64, 128), (300, 64), (200, 128)])
 def test_sampled_batches(mode: str, tokens: int, heads: int) -> None:
-    """Requests are ragged or absent, some tokens are padding, unused blocks are NaN, sinks are
-    inf."""
+    """Requests are ragged or absent, some tokens padding, unused blocks NaN, sinks inf."""
     case = prefill_case(7 * tokens + heads, tokens, heads, mode).on(DEVICE)
     check(PREFILL, case, upstream(case))
 

@@ -32,8 +32,7 @@ CHEAP = {
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CHEAP)
 def test_kernels_fit_other_gpus(target, monkeypatch):
-    """`make test-all` and ``python -m dsv4_ops kernels --targets 80,86,89,100,120`` compile all
-    kernels."""
+    """`make test-all` and ``python -m dsv4_ops kernels --targets 80,86,89,100,120`` compile all."""
     calls = kernels.examples()
     chosen = calls if NIGHTLY else {each: calls[each] for each in CHEAP[target]}
     monkeypatch.setattr(kernels, "examples", lambda: chosen)

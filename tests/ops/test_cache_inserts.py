@@ -1,5 +1,4 @@
-"""Inserts into every kind of cache: which bytes change, and to what. ``test_kv_cache.py`` tests the
-quantised values."""
+"""Inserts into every kind of cache: which bytes change, and to what (see test_kv_cache.py)."""
 
 from functools import partial
 from typing import Any

@@ -45,8 +45,7 @@ def same_bytes(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
-    """In sampled calls that do not save first, no token saves a state that a window of the call
-    reads."""
+    """If a sampled call does not save first, no token saves a state that a window reads."""
     saved, differ = [0], [0]
 
     @sampled(130)

@@ -1,5 +1,4 @@
-"""The lightning indexer: its selection against plain Python, several tokens per request, and
-schedules."""
+"""The lightning indexer: selection against plain Python, tokens per request, and schedules."""
 
 import pytest
 import torch

@@ -43,8 +43,7 @@ def requests_of(made: torch.Generator, tokens: int, longest: int) -> tuple[Tenso
 def pages_of(
     made: torch.Generator, stored: torch.Generator, size: int, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Make a cache of random blocks, half of them NaN, and a table of the other blocks, some of
-    them absent."""
+    """Make a cache of random blocks, half of them NaN, and a table of the others, some absent."""
     count = shape[0] * shape[1]
     pages = torch.randperm(2 * count, generator=stored)[:count]
     slots = (pages[:, None] * size + torch.arange(size)).flatten()
@@ -69,9 +68,8 @@ def prefill_case(
     window: int = WINDOW,
     cache_seed: int = 0,
 ) -> Case:
-    """Make ragged requests over random blocks, some of them absent; other blocks are NaN. C4 lists
-    ``topk`` rows, some of them absent or in the future; C128 reads all rows; the rest has a window
-    only."""
+    """Make ragged requests over random blocks, some absent; other blocks are NaN. C4 lists ``topk``
+    rows, some absent or in the future; C128 reads all rows; the rest has a window only."""
     made, stored = generator(seed + 3), generator(cache_seed)
     ratio, extra_block = MODES[mode]
     positions, owners = requests_of(made, tokens, longest)

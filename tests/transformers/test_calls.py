@@ -1,5 +1,4 @@
-"""Calls of a patched model with a ``PagedCache``: results, and what they refuse before anything is
-written."""
+"""Calls of a patched model with a ``PagedCache``: results, and refusals before any write."""
 
 import re
 from functools import lru_cache

@@ -322,8 +322,7 @@ def test_one_graph_of_a_changing_batch(family, steps):
 
 @pytest.mark.parametrize("family", ["GLM-5", *nightly("GLM-5 has both kinds of layers", "V3.2")])
 def test_parts_of_a_step(family):
-    """Layers of a kind share code: with an indexer or another layer's selection, each dense or with
-    experts."""
+    """Kinds of layers: with an indexer or another's selection, each dense or with experts."""
     model = v4.patch(small_dsa_model(family, num_hidden_layers=6), **EXACT)
     step = v4.compile_step(model, v4.prefill_step, mode="regional", backend="eager")
     engines = [Engine(model, new_cache(model), tokens()) for _ in range(2)]

@@ -1,5 +1,4 @@
-"""A patched model against Hugging Face's, in float32: equal logits for every split of requests into
-steps."""
+"""A patched model has Hugging Face's logits in float32, for every split into steps."""
 
 import functools
 from random import Random

@@ -1,5 +1,4 @@
-"""Models in the released precision: their weights run our ops, with the results of dequantised
-weights."""
+"""Models in the released precision run our ops, with the results of dequantised weights."""
 
 import copy
 import math

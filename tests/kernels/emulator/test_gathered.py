@@ -56,8 +56,7 @@ def check(name, case, seed=0, programs=2):
     ],
 )
 def test_lists_and_heads_of_any_size(tokens, heads, topk, programs):
-    """Blocks, pairs of blocks and tiles of heads are not full; programs have no, one or several
-    items."""
+    """Blocks, pairs and tiles of heads are not full; programs have no, one or several items."""
     check(GATHERED, gathered_case(tokens, tokens, heads, topk), programs, programs)
 
 

@@ -63,8 +63,7 @@ def taken(monkeypatch):
 
 
 def test_an_op_of_a_launch_is_the_launch(taken):
-    """All arguments are equal, placeholders too: without a sink the kernel gets a tensor that it
-    writes to."""
+    """All arguments are equal, placeholders too: without a sink, the kernel gets an output."""
     pairs, kv, indices, lens, sink = launch_inputs(5)
     q = pairs[:, :, 1]
     for given in (sink, None):

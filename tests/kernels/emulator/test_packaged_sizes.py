@@ -204,8 +204,7 @@ def compiled(program):
     ],
 )  # fmt: skip
 def test_what_is_known_of_a_decode_compiles(heads, columns, tokens, dynamic):
-    """Splits, programs and the choice of a schedule are each a symbol, a number, or 1, which Triton
-    makes a constant."""
+    """Splits, programs and the use of a schedule are each a symbol, a number, or Triton's 1."""
     some = {"tokens": ("tokens",), "columns": ("columns",), "both": ("tokens", "columns")}
     dims = tuple(
         {place: torch.export.Dim(name, min=2)} if name in some.get(dynamic, ()) else {}

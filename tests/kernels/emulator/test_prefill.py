@@ -14,9 +14,8 @@ from tests.support.launches import Launches
 
 
 def test_keys_of_few_tokens_are_cut():
-    """128 + 70 keys are 2 + 2 blocks, and a combine takes the time of a block. So 2 splits have 2
-    blocks each, and 4 splits have one. If a token must have the same bits in every batch, there is
-    one split."""
+    """128 + 70 keys are 2 + 2 blocks, and a combine takes the time of a block: 2 splits have 2
+    blocks each, 4 have one. If a token must have the same bits in every batch, there is one."""
     for tokens, heads, splits in ((1, 8, 4), (33, 64, 4), (34, 64, 2), (33, 65, 2), (67, 64, 1)):
         case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
         for each, expected in ((case, splits), (unsplit(case), 1)):

@@ -27,8 +27,7 @@ WITHOUT_CODES = Launcher(_WithOptions, capability=(8, 0))
 
 
 def check(block: int, width: int, size: int, bits: int) -> None:
-    """A row's scales end within a step, or begin at an odd byte; one expert has several blocks, and
-    two have few rows."""
+    """A row's scales end within a step or begin at an odd byte; experts have few or many rows."""
     seed = torch.Generator().manual_seed(block)
     up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, bits)
     several = (bits, block) in grouped_gemm.PAIR_STAGES and width == 256
@@ -185,8 +184,7 @@ def check_route() -> None:
 
 
 def check_rounding() -> None:
-    """Blocks have NaN, infinities, zeros, and an amax near 1e-4 and 2^7 * 1.75; two rows are
-    absent."""
+    """Blocks have NaN, infinity, zeros, or amax near 1e-4 and 2^7 * 1.75; two rows are absent."""
     seed = torch.Generator().manual_seed(0)
     sizes = 2.0 ** torch.arange(-20, 12, 4)[:, None]
     rows = (torch.randn(8, 384, generator=seed) * sizes).bfloat16()

@@ -1,8 +1,7 @@
-"""Sparse MLA in Triton's interpreter over longer batches than those that are sampled: prefill with
-several blocks of keys of both sources, decode with plans of these and other lengths, adversarial
-plans, with the rotation of the output undone, and with keys of any scale;
-tests/kernels/interpreter/test_scripts.py starts it with TRITON_INTERPRET=1. Prints what has
-passed."""
+"""Sparse MLA in Triton's interpreter over longer batches than sampled ones: prefills with several
+blocks of keys of both sources; decodes with plans of these and other lengths, adversarial plans, an
+inverse RoPE of the output, and keys of any scale. tests/kernels/interpreter/test_scripts.py starts
+this file with TRITON_INTERPRET=1. It prints the checks that passed."""
 
 import sys
 
