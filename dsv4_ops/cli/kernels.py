@@ -36,6 +36,7 @@ SPILLS = {
     "hopper_split_keys_kernel": 16,
     "merge_parts_kernel": 48,
     "prefill_keys_kernel": 64,
+    "select_kept_kernel": 16,
     "select_stored_kernel": 68,
 }
 """Allowed spill bytes on Hopper. These kernels fill all registers with accumulators and tiles in

@@ -12,7 +12,12 @@ from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.indexer import logits as indexer
 from dsv4_ops.kernels.indexer.topk_merge import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.kernels.indexer.topk_partial import select_keys_kernel, select_logits_kernel
-from dsv4_ops.kernels.indexer.topk_stored import score_keys_kernel, select_stored_kernel
+from dsv4_ops.kernels.indexer.topk_stored import (
+    keep_keys_kernel,
+    score_keys_kernel,
+    select_kept_kernel,
+    select_stored_kernel,
+)
 from dsv4_ops.kernels.launcher import Launcher
 
 PROGRAMS = 396
@@ -50,6 +55,19 @@ are known. On Hopper only: elsewhere the bits of a score may depend on the warps
 STORED_CAPACITY, FEW_TOKENS = 8192, 8
 """Capacity of a scratch row and of a merge for stored keys. Up to FEW_TOKENS tokens, a scratch row
 has half of it: their parts are short."""
+
+STORED_FORM = "kept"
+"""Temporary: "kept", or "lists", until a run on a GPU has compared them."""
+
+SAMPLE, DEVIATIONS = 8192, 5
+"""Maximum keys of the sample of a row. By DEVIATIONS standard deviations, the keys to keep are
+expected to be more than topk: fewer are kept of one row in millions."""
+
+KEEP_PARTS, MAX_PARTS, KEEP_PROGRAMS, KEEP_STEP, KEEP_WARPS = 32, 64, 396, 2048, 8
+"""Maximum parts of a row, programs, and keys per step of a part that keeps keys."""
+
+KEPT_CAPACITY, KEPT_WARPS = 8192, 16
+"""Maximum kept keys of a row, unless twice topk is more."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
 """Keys per step and minimum keys of a part, if the kernel reads logits."""
@@ -184,20 +202,45 @@ def indexer_select(
     scored = {**bytes_of, "CONVERTS": launch.converts_codes(q.device)}
     scored |= indexer.tile_sizes(num_heads, target)
     if target.large_tiles and _stores(num_tokens, num_rows, topk):
-        capacity = STORED_CAPACITY if num_tokens > FEW_TOKENS else STORED_CAPACITY // 2
-        capacities = (capacity, STORED_CAPACITY)
-        scratch = _Scratch(launch, q, num_rows, topk, LOGITS_MIN_PART, 0, *capacities)
+        rows, is_lists = indexer.ROWS, STORED_FORM == "lists"
+        sample = 0 if is_lists else SAMPLE
         scores = q.new_empty((num_tokens, num_rows), dtype=torch.int32)
-        rows = indexer.ROWS
+        samples = q.new_empty((num_tokens, sample), dtype=torch.int32)
         launch(score_keys_kernel)[num_tokens * ((num_rows + rows - 1) // rows),](
-            *queries, *where, scores, num_rows, topk,
+            *queries, *where, scores, samples, num_rows, topk, SAMPLE=sample,
             **pages, **scored, ROWS=rows, STAGES=indexer.STAGES, num_warps=indexer.WARPS,
         )  # fmt: skip
-        launch(select_stored_kernel)[scratch.programs,](
-            scores, num_rows, k_cache.shape[0], *where, *scratch.arguments,
-            **pages, STEP=LOGITS_STEP, SLOTS=slots, **scratch.sizes,
+        if is_lists:
+            capacity = STORED_CAPACITY if num_tokens > FEW_TOKENS else STORED_CAPACITY // 2
+            capacities = (capacity, STORED_CAPACITY)
+            scratch = _Scratch(launch, q, num_rows, topk, LOGITS_MIN_PART, 0, *capacities)
+            launch(select_stored_kernel)[scratch.programs,](
+                scores, num_rows, k_cache.shape[0], *where, *scratch.arguments,
+                **pages, STEP=LOGITS_STEP, SLOTS=slots, **scratch.sizes,
+            )  # fmt: skip
+            return scratch.merge((*requests, *table, max_blocks), block_size, slots)
+        width = triton.next_power_of_2(topk)
+        maximum = max(KEPT_CAPACITY, 2 * width)
+        parts = min(KEEP_PARTS, KEEP_PROGRAMS // num_tokens, num_rows // KEEP_STEP)
+        parts = max(1, parts)
+        capacity = min((num_rows + parts - 1) // parts, maximum)
+        lists = [q.new_empty((num_tokens * parts, capacity), dtype=torch.int32) for _ in range(2)]
+        counts = q.new_empty((num_tokens, parts), dtype=torch.int32)
+        cuts = q.new_empty((num_tokens,), dtype=torch.int32)
+        out = q.new_empty((num_tokens, topk), dtype=torch.int32)
+        launch(keep_keys_kernel)[num_tokens * parts,](
+            scores, samples, num_rows, *strided(positions), *requests, block_table.shape[0],
+            *lists, counts, cuts, parts, capacity, topk,
+            RATIO=compress_ratio, SAMPLE=SAMPLE, DEVIATIONS=DEVIATIONS, STEP=KEEP_STEP,
+            num_warps=KEEP_WARPS,
         )  # fmt: skip
-        return scratch.merge((*requests, *table, max_blocks), block_size, slots)
+        launch(select_kept_kernel)[num_tokens,](
+            scores, num_rows, k_cache.shape[0], *where, *lists, counts, cuts, out,
+            parts, capacity, topk,
+            **pages, WIDTH=width, CAPACITY=maximum, MAX_PARTS=MAX_PARTS, SLOTS=slots,
+            num_warps=KEPT_WARPS,
+        )  # fmt: skip
+        return out
     scratch = _Scratch(launch, q, num_rows, topk, MIN_PART, SHORT_PART)
     sizes = {**scored, **scratch.sizes}
     # a tile has at least 16 keys per warp, and at most half the keys that a scratch row holds

@@ -136,18 +136,21 @@ def emit_list(keys, indices, fill, head, base, table_row, out, topk, SIZES: tl.c
     tl.debug_barrier()  # after all stores of keys
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
     index = _load_indices(indices, head, base, slot)
-    _emit(key, index, slot < fill, table_row, out, topk, SIZES)
+    low = tl.full((), ABSENT_KEY + 1, tl.int32)
+    emit(key, index, slot < fill, low, table_row, out, topk, SIZES)
     tl.debug_barrier()  # after all loads
 
 
 @triton.jit
-def _emit(key, index, mask, table_row, out, topk, SIZES: tl.constexpr):
+def emit(key, index, mask, low, table_row, out, topk, SIZES: tl.constexpr):
+    """Select the top k of the keys that are at least ``low``, and write them as ``emit_list``
+    does."""
     WIDTH: tl.constexpr = SIZES[0]
     BLOCK_SIZE: tl.constexpr = SIZES[2]
     SLOTS: tl.constexpr = SIZES[3]
     if SLOTS:  # load the pages of all keys, because the selection hides the latency of these loads
         page = load_pages(table_row, index, mask, BLOCK_SIZE)
-    selected, dst, count = select_topk(key, topk)
+    selected, dst, count, _ = select(key, low, topk, topk)
     if SLOTS:
         index = compute_slots(page, index, BLOCK_SIZE)
     tl.store(out + dst, index, mask=selected)
@@ -221,8 +224,9 @@ def _emit_lists(scratch, lists, table_row, out, topk, SIZES: tl.constexpr):
     """Select the top k of lists with at most CAPACITY keys; write them as ``emit_list`` does."""
     CAPACITY: tl.constexpr = SIZES[1]
     key, index = _load_entries(scratch, lists, 0, 0, 0, CAPACITY)
+    low = tl.full((), ABSENT_KEY + 1, tl.int32)
     # the index of an absent key is arbitrary
-    _emit(key, index, index >= 0, table_row, out, topk, SIZES)
+    emit(key, index, index >= 0, low, table_row, out, topk, SIZES)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -1,8 +1,14 @@
-"""First pass of a wide selection in two kernels: one stores the keys of all scores, the other
-reduces every part of a row to a list of its largest keys, as ``topk_partial.py`` does.
+"""A wide selection in three kernels: one stores the keys of all scores, one keeps the keys that may
+be selected, and one selects from these.
 
 A program that scores keys and selects many of them needs registers for both, so that an SM runs one
 such program, and scores at half the speed of ``indexer_logits``.
+
+The first kernel also stores a sample of every row. A lower bound of the kept keys follows from the
+sample: so low that a row hardly ever keeps fewer than ``topk`` keys, and so high that the last
+kernel can hold the kept keys in registers. If a row keeps too few or too many keys, for example
+because most of its keys are equal, the last kernel reads all of its keys. So the result depends on
+the keys alone, never on the sample.
 """
 
 import triton
@@ -11,14 +17,14 @@ import triton.language as tl
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import valid_tokens
 from dsv4_ops.kernels.common.sizes import SIZES
-from dsv4_ops.kernels.common.topk import ABSENT_KEY, sortable
+from dsv4_ops.kernels.common.topk import ABSENT_KEY, find_threshold, sortable
 from dsv4_ops.kernels.indexer.score_tile import (
     load_query,
     load_tile_pages,
     load_weights,
     score_tile,
 )
-from dsv4_ops.kernels.indexer.topk_merge import partition, scratch_slots, select
+from dsv4_ops.kernels.indexer.topk_merge import emit, partition, scratch_slots, select
 from dsv4_ops.kernels.indexer.topk_partial import finish_part, store_all_keys, write_plan
 
 
@@ -30,12 +36,13 @@ def score_keys_kernel(
     positions, position_stride,
     req_indices, request_stride,
     block_table, table_stride, column_stride, num_reqs, max_blocks,
-    scores, num_rows, topk,
+    scores, samples, num_rows, topk,
     RATIO: tl.constexpr, BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, CONVERTS: tl.constexpr,
+    STAGES: tl.constexpr, CONVERTS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Score up to ROWS keys of a token that sees more than ``topk``."""
+    """Score up to ROWS keys of a token that sees more than ``topk``. Store the keys, and store the
+    sample of the row once more by itself."""
     wait_for_previous_kernel()
     programs = (num_rows + ROWS - 1) // ROWS
     token = (tl.program_id(0) // programs).to(tl.int64)
@@ -57,6 +64,9 @@ def score_keys_kernel(
         pages = load_tile_pages(table_row, start, stop, BLOCK_SIZE, STEP, ROWS)
         lane = tl.arange(0, STEP)
         target = scores + token * num_rows
+        if SAMPLE > 0:
+            sample = samples + token * SAMPLE
+            shift = _sample_shift(stop, SAMPLE)
         for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
             score, kv_valid = score_tile(
                 cache, table_row, pages, start, tile, stop, query, weight, FORMAT, STEP
@@ -64,6 +74,197 @@ def score_keys_kernel(
             row = start + tile * STEP + lane
             key = tl.where(kv_valid, sortable(score), ABSENT_KEY)
             tl.store(target + row, key, mask=row < stop)
+            if SAMPLE > 0:
+                place = row >> shift
+                # vary the row among each 2^shift rows, because contents may repeat
+                varied = ((place * 40503) >> 7) & ((1 << shift) - 1)
+                in_sample = (row == (place << shift) + varied) & (place < (stop >> shift))
+                tl.store(sample + place, key, mask=in_sample)
+
+
+@triton.jit
+def _sample_shift(count, SAMPLE: tl.constexpr):
+    """Return for how small a power of two a row of ``count`` keys has at most SAMPLE samples, if
+    each 2^shift keys have one."""
+    shift = 0
+    while (count >> shift) > SAMPLE:
+        shift += 1
+    return shift
+
+
+@triton.jit
+def _find_cut(key, shift, topk, DEVIATIONS: tl.constexpr):
+    """Return a lower bound of the keys to keep of a row, from a sample of one in 2^shift keys.
+
+    If ``rank`` samples are kept, the number of kept keys has a standard deviation of up to
+    ``sqrt(rank)`` samples. ``topk`` is below the expected number by DEVIATIONS times this."""
+    each = (1 << shift).to(tl.float32)
+    wanted = topk / each
+    spread = DEVIATIONS * DEVIATIONS * (1 - 1 / each)
+    rank = tl.ceil(wanted + spread / 2 + tl.sqrt(spread * (wanted + spread / 4))).to(tl.int32)
+    max_rank = rank + rank // 16  # so that few steps find a bound
+    low = tl.full((), ABSENT_KEY + 1, tl.int32)
+    total = tl.sum((key >= low).to(tl.int32), axis=0)
+    cut = low
+    if total > max_rank:
+        threshold, num_above = find_threshold(key, low, total, rank, max_rank)
+        cut = tl.where(num_above >= rank, threshold + 1, threshold)
+    return cut
+
+
+@triton.jit(do_not_specialize=SIZES)
+def keep_keys_kernel(
+    scores, samples, num_rows,
+    positions, position_stride,
+    req_indices, request_stride, num_reqs,
+    keys, rows, counts, cuts, max_parts, capacity, topk,
+    RATIO: tl.constexpr, SAMPLE: tl.constexpr, DEVIATIONS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """List the keys to keep of one of the ``max_parts`` parts of a row, up to ``capacity`` of them,
+    and their rows. Store how many there are, and their lower bound."""
+    wait_for_previous_kernel()
+    token = (tl.program_id(0) // max_parts).to(tl.int64)
+    part = tl.program_id(0) % max_parts
+    request = tl.load(req_indices + token * request_stride).to(tl.int64)
+    position = tl.load(positions + token * position_stride)
+    valid = valid_tokens(position, request, num_reqs)
+    count = tl.where(valid, (position + 1) // RATIO, 0)
+    count = tl.minimum(count, num_rows).to(tl.int32)
+    if count > topk:
+        part_keys = (count + max_parts - 1) // max_parts
+        start = part * part_keys
+        stop = tl.minimum(start + part_keys, count)
+        fill = 0
+        if start < stop:
+            shift = _sample_shift(count, SAMPLE)
+            place = scratch_slots(count, SAMPLE)
+            sample = samples + token * SAMPLE + place
+            sampled = tl.load(sample, mask=place < (count >> shift), other=ABSENT_KEY)
+            cut = _find_cut(sampled, shift, topk, DEVIATIONS)
+            if part == 0:
+                tl.store(cuts + token, cut)
+            source = scores + token * num_rows
+            first = tl.program_id(0).to(tl.int64) * capacity
+            while start < stop:
+                row = start + scratch_slots(count, STEP)
+                key = tl.load(source + row, mask=row < stop, other=ABSENT_KEY)
+                kept = key >= cut
+                rank = tl.cumsum(kept.to(tl.int32), axis=0)
+                slot = fill + rank - 1
+                fits = kept & (slot < capacity)
+                tl.store(keys + first + slot, key, mask=fits)
+                tl.store(rows + first + slot, row, mask=fits)
+                fill += tl.sum(kept.to(tl.int32), axis=0)
+                start += STEP
+        tl.store(counts + tl.program_id(0), fill)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def select_kept_kernel(
+    scores, num_rows, num_blocks,
+    positions, position_stride,
+    req_indices, request_stride,
+    block_table, table_stride, column_stride, num_reqs, max_blocks,
+    keys, rows, counts, cuts, out, max_parts, capacity, topk,
+    RATIO: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
+    MAX_PARTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Select from the kept keys of a token, or from all of its keys if too few or too many are
+    kept."""
+    wait_for_previous_kernel()
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(req_indices + token * request_stride).to(tl.int64)
+    position = tl.load(positions + token * position_stride)
+    valid = valid_tokens(position, request, num_reqs)
+    request = tl.where(valid, request, 0)
+    count = tl.where(valid, (position + 1) // RATIO, 0)
+    count = tl.minimum(count, num_rows).to(tl.int32)
+    keys += token * max_parts * capacity
+    rows += token * max_parts * capacity
+    counts += token * max_parts
+    is_scored = count > topk
+    lowest = tl.full((), ABSENT_KEY + 1, tl.int32)
+    part = tl.arange(0, MAX_PARTS)
+    kept = tl.load(counts + part, mask=(part < max_parts) & is_scored, other=0)
+    low = tl.load(cuts + token, mask=is_scored, other=ABSENT_KEY + 1)
+    total = tl.sum(kept, axis=0)
+    parts = max_parts
+    reads_all = (total > CAPACITY) | ((total < topk) & (low > lowest))
+    low = tl.where(reads_all, lowest, low)
+    if reads_all:
+        total = _reduce_row(keys, rows, scores + token * num_rows, count, topk, CAPACITY)
+        parts = 1
+    table_row = (block_table + request * table_stride, column_stride, max_blocks)
+    out += token * topk
+    HALF_SIZES: tl.constexpr = (WIDTH, CAPACITY // 2, BLOCK_SIZE, SLOTS)
+    lists = (keys, rows, counts, parts, capacity)
+    if is_scored == 0:
+        slot = scratch_slots(count, WIDTH)
+        column = (slot // BLOCK_SIZE).to(tl.int64)
+        # not ``load_pages``: torch would count the block table as written
+        page = tl.load(table_row[0] + column * column_stride, mask=slot < count, other=-1)
+        key = tl.where((page >= 0) & (page < num_blocks), 0, ABSENT_KEY)
+        ALL_SIZES: tl.constexpr = (WIDTH, WIDTH, BLOCK_SIZE, SLOTS)
+        emit(key, slot, slot < count, low, table_row, out, topk, ALL_SIZES)
+    elif total <= CAPACITY // 2:
+        _emit_kept(lists, total, low, table_row, out, topk, HALF_SIZES)
+    else:
+        SIZES: tl.constexpr = (WIDTH, CAPACITY, BLOCK_SIZE, SLOTS)
+        _emit_kept(lists, total, low, table_row, out, topk, SIZES)
+
+
+@triton.jit
+def _reduce_row(keys, rows, source, count, topk, CAPACITY: tl.constexpr):
+    """List the top k of the ``count`` keys of a row. Return their number."""
+    head = 0
+    start = 0
+    low = tl.full((), ABSENT_KEY + 1, tl.int32)
+    while start < count:
+        length = tl.minimum(count - start, CAPACITY - head)
+        head, low = _reduce_chunk(keys, rows, head, source, start, length, low, topk, CAPACITY)
+        start += length
+    tl.debug_barrier()  # after all stores
+    return head
+
+
+@triton.jit
+def _emit_kept(lists, total, low, table_row, out, topk, SIZES: tl.constexpr):
+    """Select from the ``total`` keys in the lists of a token."""
+    keys, rows, counts, parts, capacity = lists
+    CAPACITY: tl.constexpr = SIZES[1]
+    slot = scratch_slots(total, CAPACITY)
+    offset = slot
+    stop = 0
+    part = 1
+    while part < parts:  # skip what the lists of earlier parts leave empty
+        length = tl.load(counts + part - 1)
+        stop += length
+        offset += tl.where(slot >= stop, capacity - length, 0)
+        part += 1
+    key = tl.load(keys + offset, mask=slot < total, other=ABSENT_KEY)
+    index = tl.load(rows + offset, mask=slot < total, other=0)
+    emit(key, index, slot < total, low, table_row, out, topk, SIZES)
+
+
+@triton.jit
+def _reduce_chunk(keys, indices, head, source, start, length, low, topk, CAPACITY: tl.constexpr):
+    """Select the top k of the ``head`` keys of a list, and of ``length`` more from ``start`` of
+    ``source`` on. Return the number of selected keys and a lower bound of them."""
+    slot = scratch_slots(head, CAPACITY)
+    is_kept = slot < head
+    row = start + slot - head
+    tl.debug_barrier()  # after all stores of keys
+    key = tl.load(keys + slot, mask=is_kept, other=ABSENT_KEY)
+    is_new = (slot >= head) & (slot < head + length)
+    new_key = tl.load(source + row, mask=is_new, other=ABSENT_KEY)
+    key = tl.where(is_kept, key, new_key)
+    index = tl.load(indices + slot, mask=is_kept, other=0)
+    index = tl.where(is_kept, index, row)
+    selected, dst, count, bound = select(key, low, topk, topk)
+    tl.debug_barrier()  # after all loads
+    tl.store(keys + dst, key, mask=selected)
+    tl.store(indices + dst, index, mask=selected)
+    return count, bound
 
 
 @triton.jit
@@ -75,7 +276,7 @@ def _copy(keys, source, count, CAPACITY: tl.constexpr):
 
 
 @triton.jit
-def _reduce_chunk(
+def _reduce_list(
     keys, indices, head, source, start, length, low, topk, max_selected, CAPACITY: tl.constexpr
 ):
     """Reduce the ``head`` keys of a scratch row, and ``length`` more from ``start`` of ``source``
@@ -154,7 +355,7 @@ def select_stored_kernel(
                     length = tl.minimum(stop - start, CAPACITY - head)
                     is_last = start + length == stop
                     max_selected = tl.where(is_last & (parts > 1), width, MAX_WIDTH)
-                    head, low = _reduce_chunk(
+                    head, low = _reduce_list(
                         keys, indices, head, row_scores, start, length, low, topk, max_selected,
                         CAPACITY,
                     )  # fmt: skip

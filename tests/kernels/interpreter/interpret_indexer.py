@@ -29,6 +29,9 @@ SMALL = {
     "LOGITS_STEP": 16,
     "LOGITS_MIN_PART": 16,
     "STORED_CAPACITY": 128,
+    "SAMPLE": 32,
+    "KEEP_STEP": 16,
+    "KEPT_CAPACITY": 64,
 }
 TOPK = 16
 happened: Counter[str] = Counter()

@@ -44,8 +44,9 @@ BYTES_IN_REGISTERS = {
 TILES_IN_REGISTERS = {
     "cp_topk_kernel", "down_by_blocks_kernel", "expert_counts_kernel", "expert_plan_kernel",
     "fp8_block_kernel", "gate_up_by_blocks_kernel", "indexer_logits_kernel",
-    "indexer_logits_ragged_kernel", "pool_windows_kernel", "router_products_kernel",
-    "score_keys_kernel", "select_keys_kernel", "select_logits_kernel", "stream_products_kernel",
+    "indexer_logits_ragged_kernel", "keep_keys_kernel", "pool_windows_kernel",
+    "router_products_kernel", "score_keys_kernel", "select_keys_kernel", "select_logits_kernel",
+    "stream_products_kernel",
 }  # fmt: skip
 
 # kernels with one program per SM: sums, or keys to merge, fill its registers; or the grid has only
@@ -54,8 +55,8 @@ ONE_PER_SM = {
     "down_kernel", "fp8_linear_kernel", "gate_up_kernel", "hopper_gathered_keys_kernel",
     "hopper_mla_decode_kernel", "hopper_prefill_keys_kernel", "hopper_split_keys_kernel",
     "merge_groups_kernel", "merge_parts_kernel", "mla_expand_kernel", "mla_prefill_kernel",
-    "mla_decode_kernel", "prefill_keys_kernel", "select_stored_kernel", "sparse_mla_plan_kernel",
-    "split_keys_kernel",
+    "mla_decode_kernel", "prefill_keys_kernel", "select_kept_kernel", "select_stored_kernel",
+    "sparse_mla_plan_kernel", "split_keys_kernel",
 }  # fmt: skip
 
 
