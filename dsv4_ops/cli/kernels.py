@@ -37,7 +37,6 @@ SPILLS = {
     "merge_parts_kernel": 48,
     "prefill_keys_kernel": 64,
     "select_kept_kernel": 16,
-    "select_stored_kernel": 68,
 }
 """Allowed spill bytes on Hopper. These kernels fill all registers with accumulators and tiles in
 flight, and spill a few addresses that they reload once per block of keys."""

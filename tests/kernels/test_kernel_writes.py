@@ -75,7 +75,6 @@ WRITTEN = {
     "select_kept_kernel": {"keys", "rows", "out"},
     "select_keys_kernel": {"keys", "indices", "plan", "out"},
     "select_logits_kernel": {"keys", "indices", "plan", "out"},
-    "select_stored_kernel": {"keys", "indices", "plan", "out"},
     "sparse_mla_plan_kernel": {"plan"},
     "stream_ends_kernel": {"post", "mix", "out"},
     "stream_products_kernel": {"written", "partial"},

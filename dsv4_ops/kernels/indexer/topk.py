@@ -16,7 +16,6 @@ from dsv4_ops.kernels.indexer.topk_stored import (
     keep_keys_kernel,
     score_keys_kernel,
     select_kept_kernel,
-    select_stored_kernel,
 )
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -52,18 +51,11 @@ STORED_TOPK, STORED_BYTES = 2048, 2**28
 """From this topk on, keys are stored for all scores, if they take at most so many bytes and sizes
 are known. On Hopper only: elsewhere the bits of a score may depend on the warps of a program."""
 
-STORED_CAPACITY, FEW_TOKENS = 8192, 8
-"""Capacity of a scratch row and of a merge for stored keys. Up to FEW_TOKENS tokens, a scratch row
-has half of it: their parts are short."""
-
-STORED_FORM = "kept"
-"""Temporary: "kept", or "lists", until a run on a GPU has compared them."""
-
 SAMPLE, DEVIATIONS = 8192, 5
 """Maximum keys of the sample of a row. By DEVIATIONS standard deviations, the keys to keep are
 expected to be more than topk: fewer are kept of one row in millions."""
 
-KEEP_PARTS, MAX_PARTS, KEEP_PROGRAMS, KEEP_STEP, KEEP_WARPS = 32, 64, 396, 2048, 8
+KEEP_PARTS, KEEP_PROGRAMS, KEEP_STEP, KEEP_WARPS = 32, 396, 2048, 8
 """Maximum parts of a row, programs, and keys per step of a part that keeps keys."""
 
 KEPT_CAPACITY, KEPT_WARPS = 8192, 16
@@ -92,13 +84,11 @@ class _Scratch:
         topk: int,
         min_part: int,
         short_part: int,
-        capacity: int = 0,
-        merge_capacity: int = 0,
     ) -> None:
         self.launch, self.topk, num_tokens = launch, topk, like.shape[0]
         self.width = triton.next_power_of_2(topk)
-        self.capacity = max(capacity or CAPACITY, 2 * self.width)
-        self.merge_capacity = max(merge_capacity or MERGE_CAPACITY, self.capacity)
+        self.capacity = max(CAPACITY, 2 * self.width)
+        self.merge_capacity = max(MERGE_CAPACITY, self.capacity)
         self.groups = min(max(self.merge_capacity // self.width, 2), GROUPS)
         wide_group = WIDE_GROUP if self.width >= WIDE else 0
         self.group_capacity = max(self.merge_capacity, wide_group)
@@ -202,23 +192,13 @@ def indexer_select(
     scored = {**bytes_of, "CONVERTS": launch.converts_codes(q.device)}
     scored |= indexer.tile_sizes(num_heads, target)
     if target.large_tiles and _stores(num_tokens, num_rows, topk):
-        rows, is_lists = indexer.ROWS, STORED_FORM == "lists"
-        sample = 0 if is_lists else SAMPLE
+        rows = indexer.ROWS
         scores = q.new_empty((num_tokens, num_rows), dtype=torch.int32)
-        samples = q.new_empty((num_tokens, sample), dtype=torch.int32)
+        samples = q.new_empty((num_tokens, SAMPLE), dtype=torch.int32)
         launch(score_keys_kernel)[num_tokens * ((num_rows + rows - 1) // rows),](
-            *queries, *where, scores, samples, num_rows, topk, SAMPLE=sample,
+            *queries, *where, scores, samples, num_rows, topk, SAMPLE=SAMPLE,
             **pages, **scored, ROWS=rows, STAGES=indexer.STAGES, num_warps=indexer.WARPS,
         )  # fmt: skip
-        if is_lists:
-            capacity = STORED_CAPACITY if num_tokens > FEW_TOKENS else STORED_CAPACITY // 2
-            capacities = (capacity, STORED_CAPACITY)
-            scratch = _Scratch(launch, q, num_rows, topk, LOGITS_MIN_PART, 0, *capacities)
-            launch(select_stored_kernel)[scratch.programs,](
-                scores, num_rows, k_cache.shape[0], *where, *scratch.arguments,
-                **pages, STEP=LOGITS_STEP, SLOTS=slots, **scratch.sizes,
-            )  # fmt: skip
-            return scratch.merge((*requests, *table, max_blocks), block_size, slots)
         width = triton.next_power_of_2(topk)
         maximum = max(KEPT_CAPACITY, 2 * width)
         parts = min(KEEP_PARTS, KEEP_PROGRAMS // num_tokens, num_rows // KEEP_STEP)
@@ -237,7 +217,7 @@ def indexer_select(
         launch(select_kept_kernel)[num_tokens,](
             scores, num_rows, k_cache.shape[0], *where, *lists, counts, cuts, out,
             parts, capacity, topk,
-            **pages, WIDTH=width, CAPACITY=maximum, MAX_PARTS=MAX_PARTS, SLOTS=slots,
+            **pages, WIDTH=width, CAPACITY=maximum, MAX_PARTS=KEEP_PARTS, SLOTS=slots,
             num_warps=KEPT_WARPS,
         )  # fmt: skip
         return out

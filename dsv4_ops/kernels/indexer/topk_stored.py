@@ -24,8 +24,7 @@ from dsv4_ops.kernels.indexer.score_tile import (
     load_weights,
     score_tile,
 )
-from dsv4_ops.kernels.indexer.topk_merge import emit, partition, scratch_slots, select
-from dsv4_ops.kernels.indexer.topk_partial import finish_part, store_all_keys, write_plan
+from dsv4_ops.kernels.indexer.topk_merge import emit, scratch_slots, select
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -64,9 +63,8 @@ def score_keys_kernel(
         pages = load_tile_pages(table_row, start, stop, BLOCK_SIZE, STEP, ROWS)
         lane = tl.arange(0, STEP)
         target = scores + token * num_rows
-        if SAMPLE > 0:
-            sample = samples + token * SAMPLE
-            shift = _sample_shift(stop, SAMPLE)
+        sample = samples + token * SAMPLE
+        shift = _sample_shift(stop, SAMPLE)
         for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
             score, kv_valid = score_tile(
                 cache, table_row, pages, start, tile, stop, query, weight, FORMAT, STEP
@@ -74,12 +72,11 @@ def score_keys_kernel(
             row = start + tile * STEP + lane
             key = tl.where(kv_valid, sortable(score), ABSENT_KEY)
             tl.store(target + row, key, mask=row < stop)
-            if SAMPLE > 0:
-                place = row >> shift
-                # vary the row among each 2^shift rows, because contents may repeat
-                varied = ((place * 40503) >> 7) & ((1 << shift) - 1)
-                in_sample = (row == (place << shift) + varied) & (place < (stop >> shift))
-                tl.store(sample + place, key, mask=in_sample)
+            place = row >> shift
+            # vary the row among each 2^shift rows, because contents may repeat
+            varied = ((place * 40503) >> 7) & ((1 << shift) - 1)
+            in_sample = (row == (place << shift) + varied) & (place < (stop >> shift))
+            tl.store(sample + place, key, mask=in_sample)
 
 
 @triton.jit
@@ -265,106 +262,3 @@ def _reduce_chunk(keys, indices, head, source, start, length, low, topk, CAPACIT
     tl.store(keys + dst, key, mask=selected)
     tl.store(indices + dst, index, mask=selected)
     return count, bound
-
-
-@triton.jit
-def _copy(keys, source, count, CAPACITY: tl.constexpr):
-    """Copy a part whose list has all of its keys."""
-    slot = scratch_slots(count, CAPACITY)
-    key = tl.load(source + slot, mask=slot < count, other=ABSENT_KEY)
-    tl.store(keys + slot, key, mask=slot < count)
-
-
-@triton.jit
-def _reduce_list(
-    keys, indices, head, source, start, length, low, topk, max_selected, CAPACITY: tl.constexpr
-):
-    """Reduce the ``head`` keys of a scratch row, and ``length`` more from ``start`` of ``source``
-    on, as ``reduce_list`` does. They are loaded together, so that their latencies overlap."""
-    slot = scratch_slots(head, CAPACITY)
-    is_kept = slot < head
-    row = start + slot - head
-    tl.debug_barrier()  # after all stores of keys
-    key = tl.load(keys + slot, mask=is_kept, other=ABSENT_KEY)
-    is_new = (slot >= head) & (slot < head + length)
-    new_key = tl.load(source + row, mask=is_new, other=ABSENT_KEY)
-    key = tl.where(is_kept, key, new_key)
-    index = tl.load(indices + slot, mask=is_kept, other=0)
-    index = tl.where(is_kept, index, row)
-    selected, dst, count, bound = select(key, low, topk, max_selected)
-    tl.debug_barrier()  # after all loads
-    tl.store(keys + dst, key, mask=selected)
-    tl.store(indices + dst, index, mask=selected)
-    return count, bound
-
-
-@triton.jit(do_not_specialize=SIZES)
-def select_stored_kernel(
-    scores, num_rows, num_blocks,
-    positions, position_stride,
-    req_indices, request_stride,
-    block_table, table_stride, column_stride, num_reqs, max_blocks,
-    keys, indices, plan, out,
-    num_tokens, max_parts, topk,
-    RATIO: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, MIN_PART: tl.constexpr,
-    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MAX_WIDTH: tl.constexpr,
-    MERGE_CAPACITY: tl.constexpr, GROUPS: tl.constexpr, GROUP_CAPACITY: tl.constexpr,
-    MAX_LISTS: tl.constexpr, SHORT_PART: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Select from the keys that ``score_keys_kernel`` stored. Parts are assigned to programs as in
-    ``select_logits_kernel``."""
-    wait_for_previous_kernel()
-    program = tl.program_id(0)
-    keys += program.to(tl.int64) * CAPACITY
-    indices += program.to(tl.int64) * CAPACITY
-    item = program
-    while item < num_tokens * max_parts:
-        token = (item % num_tokens).to(tl.int64)
-        part = item // num_tokens
-        request = tl.load(req_indices + token * request_stride).to(tl.int64)
-        position = tl.load(positions + token * position_stride)
-        valid = valid_tokens(position, request, num_reqs)
-        request = tl.where(valid, request, 0)
-        count = tl.where(valid, (position + 1) // RATIO, 0)
-        count = tl.minimum(count, num_rows).to(tl.int32)
-        parts, part_keys, width, complete = partition(
-            count, num_tokens, max_parts, topk,
-            STEP, MIN_PART, MAX_WIDTH, MERGE_CAPACITY, GROUPS, GROUP_CAPACITY, MAX_LISTS,
-            SHORT_PART,
-        )  # fmt: skip
-        table = block_table + request * table_stride
-        if part < parts:
-            write_plan(plan, token, part, parts, width, complete)
-            start = part * part_keys
-            fill = 0
-            head = 0
-            if count <= topk:
-                table_row = (table, column_stride)
-                store_all_keys(keys, table_row, num_blocks, count, WIDTH, BLOCK_SIZE)
-                fill = count
-                start = count
-            else:
-                stop = start + tl.minimum(part_keys, count - start)
-                low = tl.full((), ABSENT_KEY + 1, tl.int32)
-                row_scores = scores + token * num_rows
-                if (parts > 1) & (complete != 0):
-                    fill = stop - start
-                    _copy(keys, row_scores + start, fill, CAPACITY)
-                    start = stop
-                while start < stop:
-                    length = tl.minimum(stop - start, CAPACITY - head)
-                    is_last = start + length == stop
-                    max_selected = tl.where(is_last & (parts > 1), width, MAX_WIDTH)
-                    head, low = _reduce_list(
-                        keys, indices, head, row_scores, start, length, low, topk, max_selected,
-                        CAPACITY,
-                    )  # fmt: skip
-                    start += length
-                    fill = head
-            base = start - fill
-            table_row = (table, column_stride, max_blocks)
-            SIZES: tl.constexpr = (WIDTH, CAPACITY, BLOCK_SIZE, SLOTS)
-            result = out + token * topk
-            scratch = (keys, indices)
-            finish_part(scratch, fill, head, base, parts, width, table_row, result, topk, SIZES)
-        item += tl.num_programs(0)

@@ -28,7 +28,6 @@ SMALL = {
     "MIN_PART": 16,
     "LOGITS_STEP": 16,
     "LOGITS_MIN_PART": 16,
-    "STORED_CAPACITY": 128,
     "SAMPLE": 32,
     "KEEP_STEP": 16,
     "KEPT_CAPACITY": 64,
@@ -67,7 +66,7 @@ def long_rows(seed: int, kind: str, topk: int = TOPK) -> Case:
 def main(examples: int) -> None:
     vars(launchers).update(SMALL)
     indexer.STEP = 16
-    for name in ("merge_groups_kernel", "merge_parts_kernel", "select_stored_kernel"):
+    for name in ("merge_groups_kernel", "merge_parts_kernel", "select_kept_kernel"):
         setattr(launchers, name, counted(name, getattr(launchers, name)))
     thorough = examples > 1
     every = ("random", "ties", "ascending", "descending", "constant")

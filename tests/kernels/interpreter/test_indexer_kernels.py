@@ -62,5 +62,5 @@ def test_rows_of_tokens_are_a_view_of_one_row_a_token(name, kernel, dtype, setti
 def test_parts_reductions_and_groups_choose_the_same_rows():
     script = Path(__file__).parent / "interpret_indexer.py"
     launched = "\n".join(forked.interpreted(script, "20" if NIGHTLY else "1"))
-    for name in ("merge_groups_kernel", "merge_parts_kernel", "select_stored_kernel"):
+    for name in ("merge_groups_kernel", "merge_parts_kernel", "select_kept_kernel"):
         assert name in launched

@@ -55,7 +55,7 @@ ONE_PER_SM = {
     "down_kernel", "fp8_linear_kernel", "gate_up_kernel", "hopper_gathered_keys_kernel",
     "hopper_mla_decode_kernel", "hopper_prefill_keys_kernel", "hopper_split_keys_kernel",
     "merge_groups_kernel", "merge_parts_kernel", "mla_expand_kernel", "mla_prefill_kernel",
-    "mla_decode_kernel", "prefill_keys_kernel", "select_kept_kernel", "select_stored_kernel",
+    "mla_decode_kernel", "prefill_keys_kernel", "select_kept_kernel",
     "sparse_mla_plan_kernel", "split_keys_kernel",
 }  # fmt: skip
 
