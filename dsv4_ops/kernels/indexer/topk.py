@@ -47,19 +47,19 @@ Times on an H100 with top 512 and one token per request: 32 requests of 32k keys
 8 requests of 128k keys have longer parts and use several merges: 40.0 us, and 46.6 us with one
 merge."""
 
-STORED_TOPK, STORED_BYTES = 2048, 2**28
-"""From this topk on, keys are stored for all scores, if they take at most so many bytes and sizes
-are known. On Hopper only: elsewhere the bits of a score may depend on the warps of a program."""
+STORED_TOPK, STORED_BYTES = 2048, 2**29
+"""From this topk on, keys are stored for all scores, if the workspace takes at most so many bytes
+and sizes are known. On Hopper only: elsewhere the bits of a score may depend on the warps of a program."""
 
 SAMPLE, DEVIATIONS = 8192, 5
 """Maximum keys of the sample of a row. By DEVIATIONS standard deviations, the keys to keep are
 expected to be more than topk: fewer are kept of one row in millions."""
 
-KEEP_PARTS, KEEP_PROGRAMS, KEEP_STEP, KEEP_WARPS = 32, 396, 2048, 8
+KEEP_PARTS, KEEP_PROGRAMS, KEEP_STEP, KEEP_WARPS = 32, 264, 2048, 8
 """Maximum parts of a row, programs, and keys per step of a part that keeps keys."""
 
 KEPT_CAPACITY, KEPT_WARPS = 8192, 16
-"""Maximum kept keys of a row, unless twice topk is more."""
+"""Maximum keys, kept or of a whole row, from which a program selects, unless twice topk is more."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
 """Keys per step and minimum keys of a part, if the kernel reads logits."""
@@ -208,12 +208,13 @@ def indexer_select(
         counts = q.new_empty((num_tokens, parts), dtype=torch.int32)
         cuts = q.new_empty((num_tokens,), dtype=torch.int32)
         out = q.new_empty((num_tokens, topk), dtype=torch.int32)
-        launch(keep_keys_kernel)[num_tokens * parts,](
-            scores, samples, num_rows, *strided(positions), *requests, block_table.shape[0],
-            *lists, counts, cuts, parts, capacity, topk,
-            RATIO=compress_ratio, SAMPLE=SAMPLE, DEVIATIONS=DEVIATIONS, STEP=KEEP_STEP,
-            num_warps=KEEP_WARPS,
-        )  # fmt: skip
+        if num_rows > maximum:
+            launch(keep_keys_kernel)[num_tokens * parts,](
+                scores, samples, num_rows, *strided(positions), *requests, block_table.shape[0],
+                *lists, counts, cuts, parts, capacity, topk,
+                RATIO=compress_ratio, SAMPLE=SAMPLE, DEVIATIONS=DEVIATIONS, STEP=KEEP_STEP,
+                CAPACITY=maximum, num_warps=KEEP_WARPS,
+            )  # fmt: skip
         launch(select_kept_kernel)[num_tokens,](
             scores, num_rows, k_cache.shape[0], *where, *lists, counts, cuts, out,
             parts, capacity, topk,
@@ -234,4 +235,6 @@ def indexer_select(
 def _stores(num_tokens: int, num_rows: int, topk: int) -> bool:
     """Whether the keys of all scores are stored."""
     is_static = isinstance(num_tokens, int) and isinstance(num_rows, int)
-    return is_static and topk >= STORED_TOPK and 4 * num_tokens * num_rows <= STORED_BYTES
+    # a row has its scores, its sample, and lists of kept keys and of their rows
+    workspace = 4 * num_tokens * (3 * num_rows + SAMPLE)
+    return is_static and topk >= STORED_TOPK and workspace <= STORED_BYTES

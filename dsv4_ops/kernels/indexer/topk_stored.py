@@ -8,7 +8,10 @@ The first kernel also stores a sample of every row. A lower bound of the kept ke
 sample: so low that a row hardly ever keeps fewer than ``topk`` keys, and so high that the last
 kernel can hold the kept keys in registers. If a row keeps too few or too many keys, for example
 because most of its keys are equal, the last kernel reads all of its keys. So the result depends on
-the keys alone, never on the sample.
+the keys alone, never on the sample. The last kernel also reads all keys of a short row, which it
+can hold in registers.
+
+All three kernels call the sortable integer of a score a key.
 """
 
 import triton
@@ -116,9 +119,11 @@ def keep_keys_kernel(
     req_indices, request_stride, num_reqs,
     keys, rows, counts, cuts, max_parts, capacity, topk,
     RATIO: tl.constexpr, SAMPLE: tl.constexpr, DEVIATIONS: tl.constexpr, STEP: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """List the keys to keep of one of the ``max_parts`` parts of a row, up to ``capacity`` of them,
-    and their rows. Store how many there are, and their lower bound."""
+    and their rows. Store how many there are, and their lower bound. Rows of up to CAPACITY keys
+    need no list."""
     wait_for_previous_kernel()
     token = (tl.program_id(0) // max_parts).to(tl.int64)
     part = tl.program_id(0) % max_parts
@@ -127,7 +132,7 @@ def keep_keys_kernel(
     valid = valid_tokens(position, request, num_reqs)
     count = tl.where(valid, (position + 1) // RATIO, 0)
     count = tl.minimum(count, num_rows).to(tl.int32)
-    if count > topk:
+    if (count > topk) & (count > CAPACITY):
         part_keys = (count + max_parts - 1) // max_parts
         start = part * part_keys
         stop = tl.minimum(start + part_keys, count)
@@ -180,13 +185,17 @@ def select_kept_kernel(
     rows += token * max_parts * capacity
     counts += token * max_parts
     is_scored = count > topk
+    is_kept = is_scored & (count > CAPACITY)
     lowest = tl.full((), ABSENT_KEY + 1, tl.int32)
     part = tl.arange(0, MAX_PARTS)
-    kept = tl.load(counts + part, mask=(part < max_parts) & is_scored, other=0)
-    low = tl.load(cuts + token, mask=is_scored, other=ABSENT_KEY + 1)
-    total = tl.sum(kept, axis=0)
-    parts = max_parts
+    kept = tl.load(counts + part, mask=(part < max_parts) & is_kept, other=0)
+    low = tl.load(cuts + token, mask=is_kept, other=ABSENT_KEY + 1)
+    total = tl.where(is_kept, tl.sum(kept, axis=0), count)
+    parts = tl.where(is_kept, max_parts, 1)
+    # the lists of the row, or the row itself
+    source = tl.where(is_kept, keys, scores + token * num_rows)
     reads_all = (total > CAPACITY) | ((total < topk) & (low > lowest))
+    reads_all &= is_kept
     low = tl.where(reads_all, lowest, low)
     if reads_all:
         total = _reduce_row(keys, rows, scores + token * num_rows, count, topk, CAPACITY)
@@ -194,7 +203,7 @@ def select_kept_kernel(
     table_row = (block_table + request * table_stride, column_stride, max_blocks)
     out += token * topk
     HALF_SIZES: tl.constexpr = (WIDTH, CAPACITY // 2, BLOCK_SIZE, SLOTS)
-    lists = (keys, rows, counts, parts, capacity)
+    lists = (source, rows, counts, parts, capacity, is_kept)
     if is_scored == 0:
         slot = scratch_slots(count, WIDTH)
         column = (slot // BLOCK_SIZE).to(tl.int64)
@@ -226,8 +235,8 @@ def _reduce_row(keys, rows, source, count, topk, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _emit_kept(lists, total, low, table_row, out, topk, SIZES: tl.constexpr):
-    """Select from the ``total`` keys in the lists of a token."""
-    keys, rows, counts, parts, capacity = lists
+    """Select from the ``total`` keys in the lists of a token, or in its row."""
+    keys, rows, counts, parts, capacity, is_kept = lists
     CAPACITY: tl.constexpr = SIZES[1]
     slot = scratch_slots(total, CAPACITY)
     offset = slot
@@ -239,7 +248,8 @@ def _emit_kept(lists, total, low, table_row, out, topk, SIZES: tl.constexpr):
         offset += tl.where(slot >= stop, capacity - length, 0)
         part += 1
     key = tl.load(keys + offset, mask=slot < total, other=ABSENT_KEY)
-    index = tl.load(rows + offset, mask=slot < total, other=0)
+    index = tl.load(rows + offset, mask=(slot < total) & is_kept, other=0)
+    index = tl.where(is_kept, index, slot)
     emit(key, index, slot < total, low, table_row, out, topk, SIZES)
 
 
