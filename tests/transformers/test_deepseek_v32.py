@@ -322,14 +322,18 @@ def test_one_graph_of_a_changing_batch(family, steps):
 
 @pytest.mark.parametrize("family", ["GLM-5", *nightly("GLM-5 has both kinds of layers", "V3.2")])
 def test_parts_of_a_step(family):
-    """Kinds of layers: with an indexer or another's selection, each dense or with experts."""
-    model = v4.patch(small_dsa_model(family, num_hidden_layers=6), **EXACT)
+    """Kinds of layers: with an indexer or another's selection, each dense or with experts. GLM-5's
+    fifth layer has the selection of the fourth."""
+    model = small_dsa_model(family, num_hidden_layers=6)
+    want = logits_of(model, tokens())
+    v4.patch(model, **EXACT)
     step = v4.compile_step(model, v4.prefill_step, mode="regional", backend="eager")
     engines = [Engine(model, new_cache(model), tokens()) for _ in range(2)]
     for counts in ({0: 30, 1: 4, 2: 20}, {0: 1, 1: 17, 2: 2}):
         engines[0].prefill(counts, step=lambda _, *arguments: step(*arguments))
         engines[1].prefill(counts)
     assert same_logits(*engines)
+    assert engines[0].worst(want) < CLOSE
     layers = {name for name in step.parts if "indexed" in name or "shared" in name}
     assert len(layers) == (3 if family == "GLM-5" else 2)
 
@@ -504,10 +508,12 @@ def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model(family):
         ("V3", small_mla_config(rope_parameters={**MLA_YARN, "rope_theta": 5.0}), "the model's ro"),
         ("GLM-5", small_mla_config(), "the layers of the model"),
         ("GLM-5", small_dsa_config("GLM-5", indexer_types=["full"] * 2 + ["shared"]), "the lay"),
+        ("V3.2", small_dsa_config(index_topk=64), "the model's index_topk=16"),
     ],
 )
 def test_caches_of_other_models_are_refused(family, config, message):
-    """Caches of another family, another rotary embedding, or indexers in other layers."""
+    """Caches of another family or rotary embedding, with indexers in other layers, and of so few
+    tokens that its model needs no indexer keys."""
     cache = v4.PagedCache(config, max_batch_size=2, max_cache_len=64, **EXACT)
-    with pytest.raises(ValueError, match=f"^model: cache must have {message}"):
+    with hf_models.refuses(cache, f"model: cache must have {message}"):
         reference(family)(tokens()[:2, :3], cache=cache)

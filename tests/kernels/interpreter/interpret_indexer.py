@@ -91,6 +91,8 @@ def main(examples: int) -> None:
     for stored, small["slots"] in ((2048, False), (2048, True), (1, False), (1, True)):
         launchers.STORED_TOPK = stored
         compare()
+    for case in testing.cases_of("indexer_select"):
+        check("indexer_select", case)
     spec, tensors, small["topk"] = OPS["indexer_select"], beyond_int32(), 130
     found = spec.implementation("kernels")(EAGER, *tensors, **small)
     assert torch.equal(found, spec.reference(*tensors, **small))

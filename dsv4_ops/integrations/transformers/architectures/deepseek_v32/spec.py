@@ -121,7 +121,11 @@ class DsaModelSpec(MlaModelSpec):
 
     @classmethod
     def own_properties(cls, layers: Any) -> dict[str, Any]:
-        return {"indexer_layout": layers.indexer_layout, "indexer_pairs": layers.interleaved}
+        return {
+            "indexer_layout": layers.indexer_layout,
+            "indexer_pairs": layers.interleaved,
+            "index_topk": layers.index_topk,  # shorter caches have no indexer keys
+        }
 
     # The cache
 
