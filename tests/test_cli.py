@@ -129,6 +129,8 @@ def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
     assert "sparse" not in out
     decode = run(capsys, "explain", "sparse_mla_decode")[1]
     assert "  flash_mla  only with impl='flash_mla': it was faster at no size" in decode
+    for op in ("mla_decode", "mla_sparse"):
+        assert "% faster from" in run(capsys, "explain", op)[1]
     prefill = run(capsys, "explain", "sparse_mla_prefill")[1]
     assert max(map(len, prefill.splitlines())) <= 100
     assert " ".join(prefill.split()).startswith(

@@ -11,6 +11,7 @@ from dsv4_ops.dispatch.choice import (
     DEVICES,
     FASTER_LIBRARY,
     MEASURED,
+    NOT_SELECTED,
     SCALED_MM_FROM,
     ours,
     scaled_mm_obstacle,
@@ -95,7 +96,8 @@ def _of(spec: OpSpec) -> list[str]:
     lines += [line for note in _notes(spec) for line in _wrapped("", note)]
     for library, here in _record(spec)["libraries"].items():
         sizes = here["taken_from"]
-        when = f"for {sizes}" if sizes else f"only with impl={library!r}: it was faster at no size"
+        never = NOT_SELECTED.get((spec.name, library), "it was faster at no size")
+        when = f"for {sizes}" if sizes else f"only with impl={library!r}: {never}"
         state = "available here" if here["usable"] else "not available here"
         lines += [*_wrapped(library, when), *_wrapped("", f"{state}: {here['reason']}")]
     return lines

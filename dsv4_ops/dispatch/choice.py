@@ -58,6 +58,19 @@ MEASURED = (
 H200 on 2026-11-22, with torch 2.11.0+cu130 and the DeepGEMM of vLLM 0.22.1, in CUDA graphs over
 rotating inputs."""
 
+NOT_SELECTED = {
+    ("mla_decode", FLASH_MLA): "it was up to 9 % faster from 32 x 128k and 128 x 32k rows on, and "
+    "slower otherwise",
+    (
+        "mla_sparse",
+        FLASH_MLA,
+    ): "on an H100 its kernels were up to 15 % faster from 32 tokens of 128 "
+    "heads on; calls of them were not timed",
+    ("indexer_select", DEEP_GEMM): "it was faster at no size with the top 512; larger selections "
+    "were not timed",
+}
+"""Why "auto" never selects a library, if not because the library was faster at no size."""
+
 
 def is_faster(op: str, library: str, values: Values) -> bool:
     """Whether ``library`` is faster than our kernels for this call, as measured on an H200."""
@@ -237,7 +250,8 @@ def obstacle(op: str, library: str, values: Values) -> str:
     if found is not None:
         return f"{found.advice}: the call is {found.what}"
     if not is_faster(op, library, values):
-        return f"{library} was not faster at these sizes on an H200"
+        never = NOT_SELECTED.get((op, library))
+        return never or f"{library} was not faster at these sizes on an H200"
     return unusable(library) or _other_device(subject(values).device)
 
 
