@@ -54,7 +54,13 @@ class DsaSpec(MlaSpec):
         checks = Checks("DsaSpec")
         checks.at_least(1, index_topk=self.index_topk, index_heads=self.index_heads)
         checks.flag("interleaved", self.interleaved)
-        checks.at_most("qk_rope_head_dim", self.qk_rope_head_dim, "an indexer key", self.index_dim)
+        if self.qk_rope_head_dim > self.index_dim:
+            raise checks.error(
+                "qk_rope_head_dim",
+                must=f"be at most the {self.index_dim} values of an indexer key",
+                got=self.qk_rope_head_dim,
+                do="Lower qk_rope_head_dim",
+            )
         tags = (PlainLayout.tag, MlaDsFp8Layout.tag)
         checks.one_of("layout", self.layout, *tags, belongs_to="the cache has")
         tags = (IndexerLayout.tag, PlainLayout.tag)

@@ -208,7 +208,7 @@ def _steps(problems: Problems, run: bool, progress: Callable[[str], None]) -> Se
 def _gpu(problems: Problems) -> Section:
     import torch
 
-    from dsv4_ops.core.target import capability_of, target_of
+    from dsv4_ops.core.target import TARGETS, capability_of, target_of
     from dsv4_ops.dispatch.probes import no_gpu_reason
 
     reason = no_gpu_reason()
@@ -221,7 +221,14 @@ def _gpu(problems: Problems) -> Section:
             f"{device.name}, {device.multi_processor_count} SMs, "
             f"{device.total_memory / 2**30:.1f} GiB, sm_{device.major}{device.minor}"
         )
-        target = target_of(capability_of(torch.device("cuda", index)))
+        capability = capability_of(torch.device("cuda", index))
+        if capability is not None and capability < min(TARGETS):
+            problems.append(
+                f"cuda:{index} has compute capability {device.major}.{device.minor}, and no kernel "
+                "was compiled for GPUs before 8.0. Pass impl='reference', or hide this GPU with "
+                "CUDA_VISIBLE_DEVICES."
+            )
+        target = target_of(capability)
         section[f"kernels on cuda:{index}"] = (
             "Triton and Gluon (Hopper)" if target.is_hopper else "Triton"
         ) + ("" if target.converts_codes else ", e4m3 codes by integers")

@@ -143,7 +143,7 @@ RANKS = ContextParallel(group="0", world_size=2, shards_index_heads=True)
     [
         ({"index_topk": 0}, ValueError, "index_topk must be at least 1, got 0"),
         ({"index_heads": 0}, ValueError, "index_heads must be at least 1, got 0"),
-        ({"qk_rope_head_dim": 130}, ValueError, "qk_rope_head_dim must be at most an indexer key"),
+        ({"qk_rope_head_dim": 130}, ValueError, "qk_rope_head_dim must be at most the 128 values"),
         ({"layout": "mla_fp8", "qk_rope_head_dim": 8}, ValueError, "layout must be 'plain' or 'ml"),
         ({"indexer_layout": "v4_fp8"}, ValueError, "indexer_layout must be 'v4_indexer_fp8' or"),
         ({"interleaved": 1}, TypeError, "interleaved must be a bool"),
