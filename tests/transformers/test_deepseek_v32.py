@@ -27,7 +27,7 @@ from dsv4_ops.testing.models import (
     small_mla_model,
     small_model,
 )
-from tests.helpers import Called, nightly
+from tests.helpers import Called, i32, nightly
 from tests.support import hf_models
 from tests.support.hf_models import Engine, run_changing, run_packaged, run_randomly, text
 
@@ -517,3 +517,6 @@ def test_caches_of_other_models_are_refused(family, config, message):
     cache = v4.PagedCache(config, max_batch_size=2, max_cache_len=64, **EXACT)
     with hf_models.refuses(cache, f"model: cache must have {message}"):
         reference(family)(tokens()[:2, :3], cache=cache)
+    batch = v4.StepBatch(tokens()[0, :1], i32([0, 1]), i32([1]), i32([0]))
+    with hf_models.refuses(cache, f"decode_step: cache must have {message}"):
+        v4.compile_step(reference(family), mode="whole", backend="eager")(batch, cache)

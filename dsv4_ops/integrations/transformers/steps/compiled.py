@@ -49,6 +49,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns, structure_of
 from dsv4_ops.integrations.transformers.steps.progress import PartsBar
 from dsv4_ops.integrations.transformers.steps.step import (
+    check_cache,
     check_model,
     check_tensors,
     checked,
@@ -254,7 +255,7 @@ class CompiledStep:
                     found = self._stepped(batch, cache, **rest)
                 except Exception as error:
                     if type(error).__module__.startswith("torch._dynamo"):
-                        self._explain()
+                        self._explain(cache)
                     raise
             if self.settings["dynamic"]:
                 tensors = tensors_of(self.step.__name__, cache)
@@ -268,9 +269,11 @@ class CompiledStep:
         place = "" if self._file is None else f", kept in {str(self._file)!r}"
         return f"CompiledStep({self.step.__name__}, {mode!r}, {sizes}, parts: {parts}{place})"
 
-    def _explain(self) -> None:
+    def _explain(self, cache: CacheTensors | PagedCache) -> None:
         """Raise again the error of a check that failed in a trace, because Dynamo replaced this
         error."""
+        op = self.step.__name__
+        check_cache(op, spec_of(op, self._patched), tensors_of(op, cache))
         check_model(self.step.__name__, self._patched, self._patched.device)
         if getattr(self._patched.config, "_experts_implementation", None) == "eager":
             raise argument_error(
