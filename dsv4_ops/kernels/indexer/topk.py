@@ -49,7 +49,8 @@ merge."""
 
 STORED_TOPK, STORED_BYTES = 2048, 2**29
 """From this topk on, keys are stored for all scores, if the workspace takes at most so many bytes
-and sizes are known. On Hopper only: elsewhere the bits of a score may depend on the warps of a program."""
+and sizes are known. On Hopper only: elsewhere the bits of a score may depend on the number of warps
+of a program."""
 
 SAMPLE, DEVIATIONS = 8192, 5
 """Maximum keys of the sample of a row. By DEVIATIONS standard deviations, the keys to keep are

@@ -200,7 +200,8 @@ def select_kept_kernel(
     if reads_all:
         total = _reduce_row(keys, rows, scores + token * num_rows, count, topk, CAPACITY)
         parts = 1
-    table_row = (block_table + request * table_stride, column_stride, max_blocks)
+    table = block_table + request * table_stride
+    table_row = (table, column_stride, max_blocks)
     out += token * topk
     HALF_SIZES: tl.constexpr = (WIDTH, CAPACITY // 2, BLOCK_SIZE, SLOTS)
     lists = (source, rows, counts, parts, capacity, is_kept)
@@ -208,7 +209,7 @@ def select_kept_kernel(
         slot = scratch_slots(count, WIDTH)
         column = (slot // BLOCK_SIZE).to(tl.int64)
         # not ``load_pages``: torch would count the block table as written
-        page = tl.load(table_row[0] + column * column_stride, mask=slot < count, other=-1)
+        page = tl.load(table + column * column_stride, mask=slot < count, other=-1)
         key = tl.where((page >= 0) & (page < num_blocks), 0, ABSENT_KEY)
         ALL_SIZES: tl.constexpr = (WIDTH, WIDTH, BLOCK_SIZE, SLOTS)
         emit(key, slot, slot < count, low, table_row, out, topk, ALL_SIZES)
