@@ -189,10 +189,7 @@ class BuilderSequence:
 
 
 def measure(
-    modules: Any,
-    spec: AttentionSpec,
-    batches: Sequence[Batch],
-    expected: DecodeMetadata,
+    modules: Any, spec: AttentionSpec, batches: Sequence[Batch], expected: DecodeMetadata
 ) -> BaselineResult | None:
     """Check a step over the first batch against ``expected``; on a GPU, time steps over all
     batches.

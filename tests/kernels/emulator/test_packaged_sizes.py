@@ -71,10 +71,7 @@ def test_a_prefill_of_any_size_has_both_ways():
         for sizes in ((256, 300), (2048, 300), (2048, 17000))
     )
     names = ["hopper_prefill_keys_kernel", *["triton"] * 5, "hopper_gathered_keys_kernel"]
-    for found, programs in (
-        (few, 256),
-        (far, 2048),
-    ):  # a head of one token has nothing to combine
+    for found, programs in ((few, 256), (far, 2048)):  # a head of one token has nothing to combine
         assert found[0] == [*zip(names, (programs, heads, 0, 0, 0, 0, 0), strict=True)]
     # spans of 1 request; 640 and 2400 groups of 8 rows, for up to 2112 programs; lists
     assert many[0] == [*zip(names, (0, 0, 1, 640, 2112, 2048, 132), strict=True)]
