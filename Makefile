@@ -1,7 +1,7 @@
 # make check  tests errors, hand-computed numbers, oracles, fakes and the smallest kernels; a minute
 # make test  the tests that CI runs and a change must pass
 # make lint  formatting, types, import rules and retired words
-# make test-all  nightly, for hours: every example, package and variant, 20000 sampled calls per op, lanes, vLLM
+# make test-all  nightly, for hours: every example, package, variant and kernel, 20000 sampled calls per op, vLLM
 # make docs  builds the site of docs/ into build/site; fails at any warning
 # make env  builds the environment of the tests; make venv  builds that of all targets
 # make demo MODEL=v3  measures stock Hugging Face and ours on a small DeepSeek-V4, V3 or V3.2; minutes
@@ -62,6 +62,7 @@ test: $(TEST_STAMP)
 
 test-all: export DSV4_OPS_NIGHTLY = 1
 test-all: test lanes test-vllm
+	$(MAKE) kernels TARGETS=80,86,89,90,100,120
 
 # a test that has started may end after GPU_SECONDS
 test-gpu:

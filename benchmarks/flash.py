@@ -294,7 +294,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: Any) -> Weights:
-        """Count the bytes of a model's weights."""
+        """Count the bytes of this rank's weights, without the embedding."""
         sizes = {name: _own(each).nbytes for name, each in model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         dense = sum(sizes.values()) - experts - sizes["model.embed_tokens.weight"]

@@ -15,31 +15,8 @@ from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.dequant_gemm import byte_rows
 from dsv4_ops.reference import quantization
-from tests.helpers import NIGHTLY
 from tests.support import every_code
 from tests.support.hopper import hopper  # noqa: F401  # a fixture
-
-CHEAP = {
-    80: ("gather_k_cache", "indexer_quantize_q", "sparse_mla_decode"),
-    86: ("mla_insert_kv, fp8", "fp8_linear, 128 codes"),
-    89: ("gather_k_cache", "fp8_linear, codes"),
-    100: ("sparse_mla_decode",),
-    120: ("gather_k_cache", "experts"),
-}
-"""Calls of few and small kernels, by compute capability."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", CHEAP)
-def test_kernels_fit_other_gpus(target, monkeypatch):
-    """`make test-all` and ``python -m dsv4_ops kernels --targets 80,86,89,100,120`` compile all."""
-    calls = kernels.examples()
-    chosen = calls if NIGHTLY else {each: calls[each] for each in CHEAP[target]}
-    monkeypatch.setattr(kernels, "examples", lambda: chosen)
-    reports = kernels.report(target)
-    assert len(reports) >= len(CHEAP[target])
-    assert not kernels.oversized(reports, target)
-    assert not kernels.spilling(reports, target)
 
 
 @pytest.mark.parametrize(("streams", "steps"), [(4, (8, 8)), (5, (1, 8)), (8, (1, 1))])

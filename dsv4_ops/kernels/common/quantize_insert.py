@@ -1,4 +1,5 @@
-"""Quantise rows and insert them into the caches of both FP8 layouts."""
+"""Quantise rows and insert them into a cache of keys (``MainLayout``) or of indexer keys
+(``IndexerLayout``)."""
 
 import torch
 import triton
