@@ -1,10 +1,9 @@
-"""Continuous batching: requests come and go, and one compiled step of fixed shape serves them all.
+"""Continuous batching, to read; to serve, use ``generate_batch``, ``dsv4_ops serve`` or vLLM.
 
-To serve a model, use ``model.generate_batch(prompts)``, ``python -m dsv4_ops serve MODEL`` or vLLM
-(docs/engines.md). This script shows how such an engine works, with the scheduler in
-``continuous_batching.py``: blocks run out, and requests wait, or are preempted and start again. The
-device runs the same graph for every batch. At the end each request runs again alone, and all its
-logits have the same bits.
+docs/engines.md has these engines. This script shows how one works, with the scheduler in
+``continuous_batching.py``: requests come and go, blocks run out, and requests wait, or are
+preempted and start again. One compiled step of fixed shape serves every batch. At the end each
+request runs again alone, and all its logits have the same bits.
 
     python examples/05_continuous_batching.py
     python examples/05_continuous_batching.py --requests 60
@@ -69,7 +68,8 @@ def sampled(count: int, seed: int) -> list[Request]:
     for name in range(count):
         length = random.choice((random.randint(1, 30), random.randint(246, 256)))
         start = random.randrange(len(text) - length)
-        requests.append(Request(name, [*text[start : start + length]], random.randint(1, 30)))
+        prompt, new = [*text[start : start + length]], random.randint(1, 30)
+        requests.append(Request(name, prompt, length + new))
     return requests
 
 
@@ -92,14 +92,13 @@ def main() -> int:
     def step(batch: v4.StepBatch) -> Tensor:
         return decode(model, batch, cache.tensors)
 
-    requests = sampled(args.requests, args.seed)
+    requests, again = (sampled(args.requests, args.seed) for _ in range(2))
     logits, preempted = run(Scheduler(cache, TOKENS), requests, step)
     print(f"{len(requests)} requests have ended; one was preempted {preempted} times", flush=True)
     cache.raise_if_dropped()
     differ = 0
-    for request in requests:
-        again = Request(request.name, request.prompt, request.max_new)
-        alone, _ = run(Scheduler(cache, TOKENS), [again], step)
+    for request in again:
+        alone, _ = run(Scheduler(cache, TOKENS), [request], step)
         pairs = zip(alone[request.name], logits[request.name], strict=True)
         differ += not all(torch.equal(*pair) for pair in pairs)
     graphs, free = counters["stats"]["unique_graphs"], cache.num_free_blocks

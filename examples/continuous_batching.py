@@ -1,11 +1,7 @@
-"""A scheduler for continuous batching over a ``PagedCache``, written for readers: it decides which
-tokens of which requests a step computes.
+"""To serve a model, use ``generate_batch``, ``dsv4_ops serve`` or vLLM (docs/engines.md).
 
-To serve a model, use ``model.generate_batch(prompts)``, ``python -m dsv4_ops serve MODEL`` or vLLM
-(docs/engines.md).
-
-The device repeats one step of fixed shape. The scheduler decides on the host, by these rules, and
-its decisions reach the device as the values of four small tensors (``StepBatch``):
+This scheduler is to be read: it decides which tokens of which requests a step computes.
+The device repeats one step of fixed shape, and the decisions reach it as four small tensors:
 
 - Decodes come first, one token each; chunks of prompts fill the rest of the step.
 - Requests start in the order of their arrival, when a row and blocks for their tokens are free.
@@ -13,10 +9,9 @@ its decisions reach the device as the values of four small tensors (``StepBatch`
   row and blocks back, waits at the head of the queue, and computes all of its tokens again.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -25,32 +20,21 @@ from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache, StepBatc
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and the tokens that were generated after it."""
+    """A text that grows to ``length`` tokens; the cache holds the first ``stored`` of them."""
 
     name: int
-    prompt: list[int]
-    max_new: int
-    output: list[int] = field(default_factory=list)
-    stored: int = 0  # tokens that the cache holds
-
-    @property
-    def tokens(self) -> list[int]:
-        """All known tokens; those after ``stored`` are not computed yet."""
-        return self.prompt + self.output
+    tokens: list[int]
+    length: int
+    stored: int = 0
 
     @property
     def left(self) -> int:
         """Number of tokens to compute before the next token can be chosen: 1 while decoding."""
-        return len(self.prompt) + len(self.output) - self.stored
+        return len(self.tokens) - self.stored
 
 
 class Scheduler:
-    """Plans steps for requests.
-
-    Args:
-        cache: A cache with ``num_blocks`` shared blocks, enough for the longest request.
-        num_tokens: Number of tokens of a step, more than the cache has rows.
-    """
+    """Plans steps of ``num_tokens`` tokens for requests that share the blocks of a cache."""
 
     def __init__(self, cache: PagedCache, num_tokens: int) -> None:
         self.cache, self.num_tokens = cache, num_tokens
@@ -61,67 +45,52 @@ class Scheduler:
     def plan(self) -> StepBatch | None:
         """Return the next step, or None without requests. Pass its results to ``commit``."""
         self.counts = {}
-        for request in [each for each in self.running if each.left == 1]:
+        for request in sorted(self.running, key=lambda each: each.left > 1):  # decodes first
             if request in self.running and self._reserve(request):
-                self.counts[request] = 1
-        for request in [each for each in self.running if each not in self.counts]:
-            self._take_chunk(request)
-        while self.waiting and sum(self.counts.values()) < self.num_tokens and self._start():
-            self._take_chunk(self.running[-1])
+                self._count(request)
+        with suppress(OutOfBlocks):  # then the first of the queue waits
+            while self.waiting and sum(self.counts.values()) < self.num_tokens:
+                self.cache.add(self.waiting[0].name, len(self.waiting[0].tokens))
+                self.running.append(self.waiting.popleft())
+                self._count(self.running[-1])
         return self._batch() if self.counts else None
 
-    def commit(self, next_tokens: list[int]) -> list[Request]:
-        """Add the next token of each request in the step; return the requests that have ended."""
-        row, ended = -1, []
+    def commit(self, next_tokens: list[int]) -> None:
+        """Add the next token of each request in the step, and free the requests that end."""
+        row = -1
         for request, count in self.counts.items():
             row += count
-            is_whole = count == request.left
             request.stored += count
-            if is_whole:
-                request.output.append(next_tokens[row])
-            if len(request.output) == request.max_new:
-                self._release(request)
-                ended.append(request)
-        return ended
-
-    def _take_chunk(self, request: Request) -> None:
-        room = self.num_tokens - sum(self.counts.values())
-        count = min(room, request.left, self.cache.max_chunk)
-        if count:
-            self.counts[request] = count
-
-    def _start(self) -> bool:
-        """Start the first request of the queue if a row and blocks are free for its tokens."""
-        try:
-            self.cache.add(self.waiting[0].name, len(self.waiting[0].tokens))
-        except OutOfBlocks:
-            return False
-        self.running.append(self.waiting.popleft())
-        return True
+            if request.left == 0:
+                request.tokens.append(next_tokens[row])
+            if len(request.tokens) == request.length:
+                self.running.remove(request)
+                self.cache.free(request.name)
 
     def _reserve(self, request: Request) -> bool:
-        """Reserve a block for the next token; return False if the request itself is preempted."""
-        tokens = request.stored + 1
-        while self.cache.lacking_blocks(request.name, tokens) > self.cache.num_free_blocks:
-            youngest = self.running[-1]
-            self._release(youngest)
+        """Reserve blocks for all its tokens; return False if the request itself is preempted."""
+        wanted = request.name, len(request.tokens)
+        while self.cache.lacking_blocks(*wanted) > self.cache.num_free_blocks:
+            youngest = self.running.pop()
+            self.cache.free(youngest.name)
             youngest.stored = 0
             self.waiting.appendleft(youngest)
             if youngest is request:
                 return False
-        self.cache.reserve(request.name, tokens)
+        self.cache.reserve(*wanted)
         return True
 
-    def _release(self, request: Request) -> None:
-        self.running.remove(request)
-        self.cache.free(request.name)
+    def _count(self, request: Request) -> None:
+        room = self.num_tokens - sum(self.counts.values())
+        if count := min(room, request.left, self.cache.max_chunk):
+            self.counts[request] = count
 
     def _batch(self) -> StepBatch:
         tokens, starts, lens, rows = [], [0], [], []
         for request, count in self.counts.items():
-            tokens += request.tokens[request.stored : request.stored + count]
-            starts.append(len(tokens))
             lens.append(request.stored + count)
+            tokens += request.tokens[request.stored : lens[-1]]
+            starts.append(len(tokens))
             rows.append(self.cache.requests[request.name])
         padding = self.cache.max_batch_size - len(rows)
         values = (starts + starts[-1:] * padding, lens + [0] * padding, rows + [-1] * padding)
