@@ -125,9 +125,7 @@ def make_engine(path: str, **settings: Any) -> Any:
     )
     import torch
 
-    # without AMX, vLLM's CPU platform turns off chunked prefills and prefix caching, although only
-    # vLLM's own kernels need AMX
-    torch.cpu._is_amx_tile_supported = lambda: True
+    torch.cpu._is_amx_tile_supported = lambda: False  # vLLM then changes more settings
     from vllm import LLM
 
     defaults: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8}

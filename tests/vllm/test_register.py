@@ -10,7 +10,7 @@ import pytest
 from dsv4_ops.integrations.vllm import SWITCH, register
 from dsv4_ops.testing.models import HEAVY, small_model
 
-BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+SETTINGS = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0", "VLLM_MLA_DISABLE": "1"}
 
 ALONE = """
 import sys, torch
@@ -35,8 +35,11 @@ class Registry(SimpleNamespace):
 def test_switched_on_it_registers_one_class_for_all_families(monkeypatch, version):
     registry = Registry(models={})
     monkeypatch.setenv(SWITCH, "1")
-    monkeypatch.setenv(BREAKABLE, "")  # so that monkeypatch restores it
-    monkeypatch.delenv(BREAKABLE)
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "")  # so that the test leaves it as it was
+        monkeypatch.delenv(name)
+    platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
     module = SimpleNamespace(__version__=version, ModelRegistry=registry)
     monkeypatch.setitem(sys.modules, "vllm", module)
     known = {"deepseek_v4": "its own"} if version == "0.32.0" else {}
@@ -56,7 +59,7 @@ def test_switched_on_it_registers_one_class_for_all_families(monkeypatch, versio
     assert sorted(registry.models) == [f"DeepseekV{n}ForCausalLM" for n in (2, 3, 4)]
     (path,) = set(registry.models.values())
     assert path == "dsv4_ops.integrations.vllm.model:DeepseekForCausalLM"
-    assert os.environ[BREAKABLE] == "0"
+    assert {name: os.environ[name] for name in SETTINGS} == SETTINGS
 
 
 def test_other_releases_are_refused(monkeypatch):

@@ -45,6 +45,12 @@ def register() -> None:
     # by default, vLLM does not compile V4, and splits V4's CUDA graphs at vLLM's own ops, which our
     # model does not call
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # for its own MLA kernels on a CPU without AMX, vLLM overrides the block size of V3 and V2,
+        # and turns off chunked prefills and prefix caching
+        os.environ.setdefault("VLLM_MLA_DISABLE", "1")
     for architecture in ARCHITECTURES:
         vllm.ModelRegistry.register_model(architecture, _MODEL)
     for architecture in DRAFTS:
