@@ -15,7 +15,8 @@ pytest.importorskip("vllm", reason="make test-vllm has an environment with it")
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 NGRAM |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
-AOT_EAGER = {"dsv4_ops": {"backend": "aot_eager"}}
+AOT_EAGER = {"enforce_eager": False}
+AOT_EAGER |= {"additional_config": {"dsv4_ops": {"backend": "aot_eager"}}}
 
 
 @pytest.fixture(scope="module")
@@ -45,33 +46,18 @@ def serve(path, **settings):
 
 
 SHARES = {"shared": True, "enable_prefix_caching": True}
+DRAFTS = {"count": 10, "speculative_config": NGRAM, **SHARES}
+COMPILED = {"count": 10, "enforce_eager": False, **SHARES}
+FEW = {"count": 8, "new": 150, "short": True, "max_model_len": 512, "num_gpu_blocks_override": 120}
 CASES = {
     "whole prefills": ("v4", {"max_num_batched_tokens": 1024}, {}),
     "a folder of save_pretrained": ("saved", {"count": 4, "max_num_batched_tokens": 1024}, {}),
     "chunks of 64 tokens": ("v4", {}, {"steps": 80}),
-    "requests that lose their blocks": (
-        "v4",
-        {
-            "count": 8,
-            "new": 150,
-            "short": True,
-            "max_model_len": 512,
-            "num_gpu_blocks_override": 120,
-        },
-        {"preempted": 0},
-    ),
+    "requests that lose their blocks": ("v4", FEW, {"preempted": 0}),
     "prefixes that others fill in the same step": ("v4", SHARES, {"cached": 5000}),
-    "drafts by n-grams": (
-        "v4",
-        {"count": 10, "speculative_config": NGRAM, **SHARES},
-        {"drafted": 0},
-    ),
+    "drafts by n-grams": ("v4", DRAFTS, {"drafted": 0}),
     "v3": ("v3", {"count": 10, "block_size": 64, **SHARES}, {"cached": 1000}),
-    "compiled as by default": (
-        "v4",
-        {"count": 10, "enforce_eager": False, **SHARES},
-        {"graphs": 12},
-    ),
+    "compiled as by default": ("v4", COMPILED, {"graphs": 12}),
 }
 
 
@@ -89,7 +75,7 @@ def test_compiled_steps_leave_every_byte_of_the_pool_as_eager_steps_do(folders, 
     settings = {"shared": True, "enable_prefix_caching": True, "num_gpu_blocks_override": 300}
     settings |= {"count": 6, "new": 8} | ({"block_size": 64} if version == "v3" else {})
     eager = serve(folders[version], **settings)
-    settings |= {"enforce_eager": False, "additional_config": AOT_EAGER}
+    settings |= AOT_EAGER
     report = serve(folders[version], **settings)
     assert report.pool == eager.pool
     assert report.graphs == {"v4": 12, "v3": 8}[version]
@@ -102,7 +88,7 @@ RELEASED = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching
 
 @pytest.mark.parametrize(
     ("count", "settings", "error"),
-    [(10, {}, 0.02), (6, {"enforce_eager": False, "additional_config": AOT_EAGER}, 0.2)],
+    [(10, {}, 0.02), (6, AOT_EAGER, 0.2)],
 )
 def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, error):
     """In bfloat16 a chunk rounds differently from a whole prompt, and a graph from eager code; both
@@ -113,17 +99,17 @@ def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, 
     assert report.late <= 1  # a graph of vLLM's own; layers of a kind are in two groups of windows
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+WHOLE = {"enable_prefix_caching": True, "max_num_batched_tokens": 5120}
+# this backend copies all blocks in every op; a prefix would have another request's chunks
+DRAFTING = {"compiled": {**WHOLE, **AOT_EAGER, "num_gpu_blocks_override": 2500}}
+DRAFTING |= {"whole prompts": WHOLE, "chunks of 64 tokens": {}}
+
+
+@pytest.mark.parametrize("case", DRAFTING)
 @pytest.mark.parametrize("version", ["v4", "v3"])
-def test_drafts_by_the_checkpoints_layer_are_those_of_a_step_alone(
-    folders, version, compiled, tmp_path
-):
-    """Two drafts per step, in float32. Prompts are whole: at the end of a chunk, vLLM gives the
-    draft layer the prompt's last token instead of the next token."""
-    settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 5120}
-    if compiled:  # this backend copies all blocks in every op
-        settings |= {"enforce_eager": False, "additional_config": AOT_EAGER}
-        settings |= {"num_gpu_blocks_override": 2500}
+def test_drafts_by_the_own_layer_are_those_of_a_step_alone(folders, version, case, tmp_path):
+    """Two drafts a step, in float32."""
+    settings = dict(DRAFTING[case])
     if version == "v4":
         path = write_drafting_v4(tmp_path, folders["released"])
     else:
@@ -134,14 +120,14 @@ def test_drafts_by_the_checkpoints_layer_are_those_of_a_step_alone(
     assert seen["error"] <= 1e-5
     assert (seen["wrong"], seen["others"]) == (0, 0)
     assert seen["drafts"] > 30
-    assert seen["cached"] > 0
+    assert seen["cached" if DRAFTING[case] else "chunks"] > 0
 
 
 @pytest.mark.parametrize(
     ("version", "examples", "settings"),
     [
         ("v4", 12, {"speculative_config": NGRAM}),
-        ("v4", 6, {"enforce_eager": False, "additional_config": AOT_EAGER}),
+        ("v4", 6, AOT_EAGER),
         ("v3", 12, {"block_size": 64}),
     ],
 )
