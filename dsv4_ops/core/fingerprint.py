@@ -7,6 +7,7 @@ part of every key, so we append a hash of our sources to it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import torch.compiler.config as compiler_config
 _CODE_LAYERS = ("core", "dispatch", "kernels", "lowering", "meta", "ops", "reference")
 
 
-def source_hash() -> str:
-    """Hash every source file that can change the generated code."""
+@functools.cache
+def source_hash(*layers: str) -> str:
+    """Hash the source files of ``layers``; by default, of all that can change the code that
+    Inductor generates. "" is the whole package."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for layer in _CODE_LAYERS:
+    for layer in layers or _CODE_LAYERS:
         for path in sorted((package / layer).rglob("*.py")):
             digest.update(path.relative_to(package).as_posix().encode())
             digest.update(path.read_bytes())

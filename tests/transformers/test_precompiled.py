@@ -5,6 +5,7 @@ import importlib
 import os
 import stat
 import sys
+from pathlib import Path
 from types import MethodType, ModuleType
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
+import dsv4_ops
+from dsv4_ops.core.fingerprint import source_hash
 from dsv4_ops.core.torch_compat import SizeGuards
 from dsv4_ops.integrations.transformers import PagedCache, StepBatch, compile_step, patch
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
@@ -242,6 +245,19 @@ def test_switches_are_described():
     for settings in ({"backend": "eager"}, {"mode": "max-autotune"}, {"dynamic": None}):
         with pytest.raises(Undescribed):
             environment({**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("folder", ["attention", "integrations", "kernels", "lowering", "meta"])
+def test_a_part_is_for_the_sources_of_the_whole_package(folder, monkeypatch):
+    """A source that no trace inlines, such as that of a kernel, counts too."""
+    before, read = environment(SETTINGS), Path.read_bytes
+    source = next((Path(dsv4_ops.__file__).parent / folder).rglob("*.py"))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == source))
+    source_hash.cache_clear()
+    try:
+        assert environment(SETTINGS) != before
+    finally:
+        source_hash.cache_clear()
 
 
 def scaled(block, x):

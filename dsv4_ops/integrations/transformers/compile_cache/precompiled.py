@@ -57,6 +57,7 @@ import torch
 import torch.compiler.config as compiler_config
 from torch import Tensor, nn
 
+from dsv4_ops.core.fingerprint import source_hash
 from dsv4_ops.core.torch_compat import (
     SizeGuards,
     allows_aot_compile,
@@ -429,7 +430,7 @@ def versions() -> list[str]:
 
     found = [torch.__version__, transformers.__version__, sys.version, platform.machine()]
     found += [str(torch.version.cuda), str(torch.version.hip)]
-    found += [torch.backends.cpu.get_cpu_capability(), _sources()]
+    found += [torch.backends.cpu.get_cpu_capability(), source_hash("")]
     if torch.cuda.is_available():
         found += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
     return found
@@ -437,16 +438,6 @@ def versions() -> list[str]:
 
 def _libraries() -> list[str]:
     return [name for name in libraries.LIBRARIES if libraries.find_name(name) != "none"]
-
-
-@functools.cache
-def _sources() -> str:
-    package = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 class _Reads:
