@@ -1,6 +1,7 @@
 """The key of a compiled part, and that the loaded part is the compiled one."""
 
 import copy
+import functools
 import importlib
 import os
 import stat
@@ -18,7 +19,7 @@ import dsv4_ops
 from dsv4_ops.core.fingerprint import source_hash
 from dsv4_ops.core.torch_compat import SizeGuards
 from dsv4_ops.integrations.transformers import PagedCache, StepBatch, compile_step, patch
-from dsv4_ops.integrations.transformers.compile_cache import precompiled
+from dsv4_ops.integrations.transformers.compile_cache import kernel_files, precompiled
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     PartsFile,
     PartsFolder,
@@ -29,6 +30,7 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     environment,
     folder_of_parts,
     loaded,
+    outline,
     state,
 )
 from dsv4_ops.integrations.transformers.modules.replacement import REPLACED, own_forward
@@ -51,8 +53,8 @@ def changed(change):
     return block
 
 
-def test_copies_of_an_object_change_nothing_that_is_described(monkeypatch):
-    """``copy`` and ``pickle`` write a name into a class at their first use, and so do compiles."""
+def test_copies_of_an_object_change_nothing_that_is_described():
+    """``copy`` and ``pickle`` write a name into a class at their first use, as a compile does."""
     module = ModuleType("held")
 
     class Held:
@@ -60,19 +62,18 @@ def test_copies_of_an_object_change_nothing_that_is_described(monkeypatch):
 
     Held.__module__ = "held"
     module.Held = Held
-    monkeypatch.setitem(sys.modules, "held", module)
     assert "__slotnames__" not in vars(Held)
-    watch, names = Watch(), precompiled._names_hash("held")
+    watch, names = Watch(), outline(module)
     before = described([Held(), Block()], watch)
     copy.copy(Held())
     copy.copy(Block())
     assert watch.unchanged()
     assert described([Held(), Block()]) == before
-    monkeypatch.delitem(precompiled._NAMES, "held")
-    assert precompiled._names_hash("held") == names
+    del precompiled._OUTLINES[module]
+    assert outline(module) == names
     Held.factor = 3.0
     assert not watch.unchanged()
-    assert precompiled._names_hash("held") != names
+    assert outline(module) != names
 
 
 def test_what_a_trace_can_read_is_described():
@@ -250,14 +251,11 @@ def test_switches_are_described():
 @pytest.mark.parametrize("folder", ["attention", "integrations", "kernels", "lowering", "meta"])
 def test_a_part_is_for_the_sources_of_the_whole_package(folder, monkeypatch):
     """A source that no trace inlines, such as that of a kernel, counts too."""
+    monkeypatch.setattr(precompiled, "source_hash", source_hash.__wrapped__)
     before, read = environment(SETTINGS), Path.read_bytes
     source = next((Path(dsv4_ops.__file__).parent / folder).rglob("*.py"))
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == source))
-    source_hash.cache_clear()
-    try:
-        assert environment(SETTINGS) != before
-    finally:
-        source_hash.cache_clear()
+    assert environment(SETTINGS) != before
 
 
 def scaled(block, x):
@@ -321,25 +319,23 @@ def test_a_part_that_asks_for_a_replaced_forward_is_kept():
         assert torch.equal(part.run(block, x), expected)
 
 
+def calling(module, x):
+    return module.function(x)
+
+
 def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
     """This holds even for a package that no description names."""
     source = tmp_path / "inlined_by_a_part.py"
     source.write_text("def function(x):\n    return x + 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module(source.stem)
-    _, content = compiled(module.function, (torch.ones(3),), SETTINGS)
-    precompiled._text_hash.cache_clear()
+    _, content = compiled(calling, (module, torch.ones(3)), SETTINGS)
     assert loaded(content, {}) is not None
     source.write_text("def function(x):\n    return x + 2\n")
-    precompiled._text_hash.cache_clear()
     importlib.invalidate_caches()
     del sys.modules[source.stem]
     assert loaded(content, {}) is None
     assert loaded(b"something else", {}) is None
-
-
-def calling(module, x):
-    return module.function(x)
 
 
 def test_a_part_is_for_the_names_that_its_modules_had(tmp_path, monkeypatch):
@@ -350,7 +346,8 @@ def test_a_part_is_for_the_names_that_its_modules_had(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module(source.stem)
     makes = [lambda: None, lambda: monkeypatch.setattr(module, "BY", 3.0)]
-    makes += [lambda: monkeypatch.setattr(module, "inner", lambda x: x)]
+    others = (lambda x: x, torch.sin, torch.cos)
+    makes += [functools.partial(monkeypatch.setattr, module, "inner", each) for each in others]
     contents = []
     for make in makes:
         make()
@@ -406,7 +403,7 @@ def test_guards_of_sizes():
     assert not guards.hold({"args": (torch.zeros(7), None, 2)})
 
 
-def test_a_folder_of_parts(tmp_path, capsys):
+def test_a_folder_of_parts(tmp_path, capsys, monkeypatch):
     """Two processes with equal settings share it; if it cannot be written, only time is lost."""
     ours, others = (PartsFolder(tmp_path / "parts", SETTINGS) for _ in range(2))
     ours.keep("a layer/123.0", b"of code")
@@ -420,6 +417,8 @@ def test_a_folder_of_parts(tmp_path, capsys):
     assert blocked.find("a layer/123.0") is None
     PartsFile(tmp_path / "a file" / "step.cache", SETTINGS).write(None)
     assert "step.cache is not written" in capsys.readouterr().err
+    monkeypatch.setattr(kernel_files, "code_folder", lambda: tmp_path / "a file")
+    kernel_files.put({"code/ab/kernel.so": b"of code"})
 
 
 def test_where_parts_are_kept(tmp_path, monkeypatch):

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.compiler.config as compiler_config
+
+_log = logging.getLogger(__name__)
 
 _OURS = "dsv4_ops.kernels."
 _CODE, _TRITON = "code/", "triton/"
@@ -55,7 +59,10 @@ def put(files: Mapping[str, bytes]) -> None:
                 path = folder / place.removeprefix(prefix)
                 if prefix == _TRITON:
                     content = content.replace(_HERE, str(path.parent).encode())
-                _write(path, content)
+                if not path.exists():
+                    with replacing(path, logging.INFO) as partial:
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        partial.write_bytes(content)
 
 
 def agree_with_workers() -> None:
@@ -140,11 +147,15 @@ def _of_triton() -> Iterator[tuple[str, bytes]]:
                 yield f"{_TRITON}{folder.name}/{path.name}", content
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that other processes may write or read at the same time."""
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def replacing(path: Path, level: int) -> Iterator[Path]:
+    """Yield a path for a new file that then replaces ``path`` as a whole. If the disk is full or
+    read-only, log the error and go on: this process does without the file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        _log.log(level, "%s is not written: %s", path, error)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
