@@ -177,8 +177,10 @@ def to_bytes(words: Tensor, size: int) -> Tensor:
 
 def from_bytes(stored: Tensor, size: int) -> Tensor:
     """Assemble int32 words from little-endian bytes: [..., n * size] to [..., n]."""
-    parts = stored.unflatten(-1, (-1, size)).to(torch.int32)
-    words: Tensor = parts[..., 0]
+    # a selected byte would be a view of fewer dimensions, for which Inductor asks on a CPU whether
+    # there is a single token; a slice is not
+    values = stored.to(torch.int32)
+    words = values[..., ::size]
     for byte in range(1, size):
-        words = words | (parts[..., byte] << (8 * byte))
+        words = words | (values[..., byte::size] << (8 * byte))
     return words
