@@ -163,11 +163,12 @@ def run(
     shared: bool = False,
     given: list[list[int]] | None = None,
     record: str = "",
+    near: float = 0.0,
     **settings: Any,
 ) -> Report:
     """Serve ``count`` requests, or the prompts ``given``, greedily, with answers of ``new`` tokens.
 
-    With ``record``, write to this file what every step got from vLLM.
+    With ``record``, write to this file what steps got from vLLM. For ``near``, see ``compared``.
     """
     llm = make_engine(path, **settings)
     import torch
@@ -201,7 +202,7 @@ def run(
     late = counters["stats"]["unique_graphs"] - graphs
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
     return Report(
-        *compared(model, outs),
+        *compared(model, outs, near),
         sum(any(step["counts"]) for step in clock.steps),
         sum(sum(step["counts"]) for step in clock.steps),
         sum(out.num_cached_tokens or 0 for out in outs),
@@ -216,9 +217,9 @@ def run(
     )
 
 
-def compared(model: Any, outs: list[Any]) -> tuple[float, int]:
+def compared(model: Any, outs: list[Any], near: float = 0.0) -> tuple[float, int]:
     """Return the largest difference from logprobs of one step over prompt and answer, and the
-    number of answered tokens that are not greedy there."""
+    number of answered tokens whose logits there are more than ``near`` below the greedy ones."""
     import torch
 
     from dsv4_ops.integrations.transformers import PagedCache
@@ -236,7 +237,7 @@ def compared(model: Any, outs: list[Any]) -> tuple[float, int]:
         steps = zip(answer.tolist(), out.outputs[0].logprobs, strict=True)
         said = [step[token].logprob for token, step in steps]
         error = max(error, float((torch.tensor(said) - chosen.cpu()).abs().max()))
-        wrong += int((logits.gather(-1, answer[:, None])[:, 0] < logits.amax(-1)).sum())
+        wrong += int((logits.gather(-1, answer[:, None])[:, 0] < logits.amax(-1) - near).sum())
     return error, wrong
 
 

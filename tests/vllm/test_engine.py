@@ -15,8 +15,7 @@ pytest.importorskip("vllm", reason="make test-vllm has an environment with it")
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 NGRAM |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
-AOT_EAGER = {"enforce_eager": False}
-AOT_EAGER |= {"additional_config": {"dsv4_ops": {"backend": "aot_eager"}}}
+AOT_EAGER = {"enforce_eager": False, "additional_config": {"dsv4_ops": {"backend": "aot_eager"}}}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_requests_get_the_logprobs_of_a_step_alone(folders, case):
     """With Inductor, which compiles before the first request, a case takes five minutes."""
     version, settings, least = CASES[case]
     report = serve(folders[version], **settings)
-    assert report.error <= 1e-5
+    assert report.error <= (2e-5 if settings is COMPILED else 1e-5)  # Inductor sums in other orders
     assert all(getattr(report, name) > value for name, value in least.items())
 
 
@@ -88,7 +87,7 @@ RELEASED = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching
 
 @pytest.mark.parametrize(
     ("count", "settings", "error"),
-    [(10, {}, 0.02), (6, AOT_EAGER, 0.2)],
+    [(10, {}, 0.02), (6, {**AOT_EAGER, "num_gpu_blocks_override": 300, "near": 0.1}, 0.2)],
 )
 def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, error):
     """In bfloat16 a chunk rounds differently from a whole prompt, and a graph from eager code; both
