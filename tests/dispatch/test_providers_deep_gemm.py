@@ -13,7 +13,7 @@ import dsv4_ops as ops
 from dsv4_ops.dispatch import choice, libraries, providers
 from dsv4_ops.kernels.external.deep_gemm import settings_of
 from dsv4_ops.lowering.inspect import build_package
-from tests.fakes.deep_gemm import FakeDeepGemm28, indexer_call
+from tests.fakes.deep_gemm import indexer_call
 from tests.support.providers_on_cpu import faster_from, reference_logits, reference_select
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
@@ -29,19 +29,6 @@ def test_the_adapter_gives_the_logits_of_the_reference(num_rows, heads, deep_gem
     assert torch.equal(upstream, reference_logits(*queries, lens, *rows, **settings))
     assert upstream.is_contiguous()
     assert deep_gemm.calls == (num_rows > 0)
-
-
-@pytest.mark.usefixtures("deep_gemm")
-def test_the_adapter_calls_the_functions_of_every_release(monkeypatch):
-    """The setting for logits past a length went with release 2.8; functions in C++ had no names."""
-    monkeypatch.setitem(sys.modules, "deep_gemm", library := FakeDeepGemm28())
-    libraries.load.cache_clear()
-    queries, lens, rows = indexer_call(5)
-    settings = {"block_size": 64, "num_rows": 256}
-    upstream = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
-    assert torch.equal(upstream, reference_logits(*queries, lens, *rows, **settings))
-    assert library.calls == 1
-    assert settings_of(max) == {"clean_logits": False}
 
 
 @pytest.mark.parametrize("slots", [False, True])
@@ -94,19 +81,25 @@ def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
     assert deep_gemm.calls == 3
 
 
-def test_an_older_deep_gemm_has_another_name(deep_gemm, monkeypatch):
-    newer = deep_gemm.fp8_fp4_paged_mqa_logits
-    older = SimpleNamespace(
-        get_num_sms=deep_gemm.get_num_sms,
-        get_paged_mqa_logits_metadata=deep_gemm.get_paged_mqa_logits_metadata,
-        fp8_paged_mqa_logits=lambda q, *rest, clean_logits: newer((q, None), *rest, clean_logits),
+@pytest.mark.parametrize("is_older", [True, False])
+def test_other_releases_of_deep_gemm(deep_gemm, monkeypatch, is_older):
+    """Older ones have another name; from 2.8 on, no setting says that logits may be undefined."""
+    ours, name = deep_gemm.fp8_fp4_paged_mqa_logits, "fp8_fp4_paged_mqa_logits"
+    function = lambda *rest: ours(*rest, False)  # noqa: E731
+    if is_older:
+        name = "fp8_paged_mqa_logits"
+        function = lambda q, *rest, clean_logits: ours((q, None), *rest, clean_logits)  # noqa: E731
+    same = ("get_num_sms", "get_paged_mqa_logits_metadata")
+    library = SimpleNamespace(
+        **{each: getattr(deep_gemm, each) for each in same}, **{name: function}
     )
-    monkeypatch.setitem(sys.modules, "deep_gemm", older)
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
     libraries.load.cache_clear()
     queries, lens, rows = indexer_call(7)
     settings = {"block_size": 64, "num_rows": 256}
     upstream = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
     assert torch.equal(upstream, reference_logits(*queries, lens, *rows, **settings))
+    assert settings_of(max) == {"clean_logits": False}  # functions in C++ have no signature
 
 
 def test_no_token_no_page_and_no_table(deep_gemm):

@@ -52,16 +52,6 @@ class FakeDeepGemm:
         return wide[:, :columns]
 
 
-class FakeDeepGemm28(FakeDeepGemm):
-    """Releases from 2.8 on never write logits past the lengths."""
-
-    def fp8_fp4_paged_mqa_logits(
-        self, q, kv_cache, weights, lens, table, schedule, columns, indices=None
-    ):
-        tensors = (q, kv_cache, weights, lens, table, schedule)
-        return super().fp8_fp4_paged_mqa_logits(*tensors, columns, clean_logits=False)
-
-
 def indexer_call(seed: int, tokens: int = 9, heads: int = 64):
     """Sample a call with adversarial blocks, requests and lengths over a full cache. Values are
     small integers, so that scores are exact in any order."""

@@ -1,5 +1,4 @@
-"""The batch ops: defaults, and starts that decrease. dsv4_ops/testing/cases/batch.py has
-hand-computed numbers."""
+"""The batch ops: defaults, and starts that decrease. testing/cases/batch.py has hand numbers."""
 
 from collections.abc import Callable, Iterator
 from random import Random

@@ -2,8 +2,7 @@
 
 Tensors are nested lists of ints. Bytes, slots and lengths are values; a bf16 is its 16 bits, a fp32
 its 32 bits, unsigned. A writing op returns the new contents of its argument. A NaN from a
-dequantisation is ``NAN``, whatever its bits are in the op. This file does not import torch, and
-uses no floating point.
+dequantisation is ``NAN``, whatever its bits are in the op. No torch, and no floating point.
 
 Absolute values are ints in units of the smallest positive bf16, 2^-133.
 """

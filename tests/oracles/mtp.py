@@ -4,8 +4,7 @@
     x = Block(x), a sliding layer at position i
     logits = head(norm(hc_head(x)))
 
-Block, ``hc_head`` and ``norm`` are Hugging Face's modules. Hugging Face loads these
-modules from a separate checkpoint with one layer, by its own converters.
+Block, ``hc_head`` and ``norm`` are Hugging Face's modules, loaded from a checkpoint of one layer.
 """
 
 from __future__ import annotations

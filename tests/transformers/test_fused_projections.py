@@ -1,5 +1,4 @@
-"""Linear layers with one input, which a GPU multiplies at once: their parameters stay, and the
-products are equal."""
+"""Linear layers with one input, which a GPU multiplies at once: same parameters and products."""
 
 import copy
 import tempfile

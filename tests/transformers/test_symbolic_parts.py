@@ -145,6 +145,20 @@ def test_inductors_loop_over_keys_takes_all_sizes(folder, family):
     assert graphs <= 2 * len(parts)  # on a CPU, Inductor assumes two tokens or more
 
 
+@pytest.mark.nightly("each step compiles three kinds of layers with Inductor, for minutes")
+@pytest.mark.parametrize("step", [decode_step, prefill_step])
+def test_one_token_in_bf16_has_the_graphs_of_several(step, monkeypatch):
+    """On a CPU, Inductor asks for the number of tokens where a reference selects single bytes."""
+    monkeypatch.setenv("DSV4_OPS_CACHE", "off")
+    counters.clear()
+    model = v4.patch(small_model(dtype=torch.bfloat16))
+    compiled = v4.compile_step(model, step, mode="regional", dynamic=True)
+    engine = Engine(model, new_cache(model), text())
+    for counts in SIZES[step]:
+        compiled(engine.batch(counts), engine.cache)
+    assert counters["stats"]["unique_graphs"] == len(compiled.parts)
+
+
 def test_a_graph_that_holds_for_some_sizes_has_variants(folder, fill, monkeypatch):
     """If a trace of two tokens assumes several tokens, its graph does not run for one token."""
     from dsv4_ops.integrations.transformers.steps import step as steps

@@ -1,5 +1,4 @@
-"""Fixes of Triton's interpreter. ``forked.py`` and ``mapped.py`` import this file in every process
-of a test that interprets kernels.
+"""Fixes of Triton's interpreter, for every process that ``forked.py`` and ``mapped.py`` start.
 
 Masks: ``scalar & block`` of conditions has Triton's type int1, but the interpreter stores its
 values as int32 or int64, and since 3.9 refuses such a mask. Older interpreters read it as
