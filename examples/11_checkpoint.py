@@ -35,7 +35,7 @@ PROMPT, MAX_LEN = 12, 256
 
 
 class Clock:
-    """Prints each task, and then the time that the task took."""
+    """Prints a line after each task: the seconds that it took, and its name."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()

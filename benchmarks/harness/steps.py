@@ -60,6 +60,6 @@ def fill(cache: Any) -> None:
 
 
 def cuda_graphs(device: torch.device) -> dict[str, Any]:
-    """Return Inductor's options for a CUDA graph of the step, or an error without one."""
+    """Let Inductor capture the step in a CUDA graph, and raise if it cannot; on a CPU, set nothing."""
     names = ("triton.cudagraphs", "triton.cudagraph_or_error")
     return dict.fromkeys(names, True) if device.type == "cuda" else {}

@@ -36,7 +36,7 @@ class Progress:
 
     @contextmanager
     def during(self, task: str) -> Iterator[None]:
-        """Print a line when ``task`` begins, while it runs, and when it ends, with its time."""
+        """Print a line when ``task`` begins, while it runs, and when a task of over 5 s ends."""
         self.say(task)
         begun, ended = time.time(), threading.Event()
 

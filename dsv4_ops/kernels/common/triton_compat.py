@@ -192,7 +192,7 @@ def compiled_folders(functions: Iterable[Any]) -> list[Path]:
     """Return the folders in Triton's cache that have this process's binaries of ``functions``, and
     all folders that have launchers.
 
-    ``JITFunction.device_caches`` and the names of folders: 3.6 to 3.9.
+    Triton 3.6 to 3.9 have ``JITFunction.device_caches``, and name the folders in this way.
     """
     roots = {Path(knobs.cache.dir), Path(knobs.cache.get_triton_dir("cache"))}
     names = set()

@@ -133,7 +133,7 @@ def normalise_and_insert(
         q: Queries, the strides of tokens, heads and values, the result, and the number of heads.
         kv: Keys and the strides of rows and values.
         cache, slots, angles, FORMAT: See ``kernels.common``.
-        positions: Positions and their stride; other entries are not read.
+        positions: A tuple that begins with positions and their stride; the rest is not read.
         EPS: Epsilon of the norm.
         HEADS, KEYS: Heads and keys per tile.
     """
