@@ -34,7 +34,7 @@ def int32(values: list[int], device: torch.device) -> torch.Tensor:
 def decode(
     model: torch.nn.Module, steps: int, compiled: bool, device: torch.device
 ) -> tuple[list[list[int]], hf.PagedCache]:
-    """Prefill all prompts in one step, then decode; return the tokens of every request, and the cache."""
+    """Prefill all prompts in one step, then decode; return all requests' tokens, and the cache."""
     cache = hf.PagedCache.for_model(model, max_batch_size=len(PROMPTS), max_cache_len=MAX_LEN)
     requests, text = [], real_text(sum(PROMPTS))
     for number, length in enumerate(PROMPTS):

@@ -60,6 +60,6 @@ def fill(cache: Any) -> None:
 
 
 def cuda_graphs(device: torch.device) -> dict[str, Any]:
-    """Let Inductor capture the step in a CUDA graph, and raise if it cannot; on a CPU, set nothing."""
+    """Return Inductor's options: on a GPU, capture the step in a CUDA graph or raise."""
     names = ("triton.cudagraphs", "triton.cudagraph_or_error")
     return dict.fromkeys(names, True) if device.type == "cuda" else {}
