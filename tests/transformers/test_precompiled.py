@@ -360,9 +360,9 @@ def test_a_part_is_for_the_names_that_its_modules_had(tmp_path, monkeypatch):
 
 def test_a_damaged_part_is_not_loaded():
     _, content = compiled(scaled, (Block(), torch.ones(3, 4)), SETTINGS)
-    damaged = bytearray(content)
-    damaged[-20] ^= 1
-    assert loaded(bytes(damaged), globals()) is None
+    for place in (len(content) - 20, content.index(b'"condition"') + 15):  # in sizes too
+        damaged = content[:place] + b"?" + content[place + 1 :]
+        assert loaded(damaged, globals()) is None
     assert loaded(content[:-1], globals()) is None
     assert loaded(content, globals()) is not None
 

@@ -484,7 +484,6 @@ def compiled(
         sources = {source.module for source in made.source_info().inlined_sources}
         sources -= {function.__module__}  # ``environment`` has it, and Dynamo adds names to it
         header = {
-            "digest": hashlib.sha256(content).hexdigest(),
             "sources": {name: outline(importlib.import_module(name)) for name in sorted(sources)},
             "modules": sorted(name for name in sys.modules if name.startswith(_WITH_OPS)),
             "libraries": _libraries() if libraries.load.cache_info().currsize else [],
@@ -496,7 +495,8 @@ def compiled(
         # same error later
         _log.info("%s is not kept: %s", function.__name__, error)
         return None
-    return Part(made, sizes), json.dumps(header).encode() + b"\n" + content
+    kept = json.dumps(header).encode() + b"\n" + content
+    return Part(made, sizes), hashlib.sha256(kept).digest() + kept
 
 
 @contextmanager
@@ -516,10 +516,11 @@ def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part
     """Load a part from the bytes that ``compiled`` returned; ``place`` is the origin of the bytes,
     for logs. Return None if the bytes are damaged, or if sources, versions or libraries differ."""
     try:
+        digest, kept = kept[:32], kept[32:]
+        if hashlib.sha256(kept).digest() != digest:
+            raise ValueError("damaged")
         line, _, content = kept.partition(b"\n")
         header = json.loads(line)
-        if hashlib.sha256(content).hexdigest() != header["digest"]:
-            raise ValueError("damaged")
         for name in header["modules"]:  # these modules register the ops that the part calls
             importlib.import_module(name)
         for name, digest in header["sources"].items():
