@@ -74,8 +74,9 @@ def _read_batch_rows(
     first = kv_score + (token - (NUM_ROWS - 1)).to(tl.int64) * kv_stride
     offset = (row.to(tl.int64) * kv_stride)[:, :, None]
     row, dim = row[:, :, None], first_channel + tl.arange(0, DIM)[None, None, :]
-    # rows of the previous window have their values in the first columns
-    column = tl.where(row < RATIO, 0, WIDTH - HEAD_DIM) + dim
+    # rows of the previous window have their values in the first columns; a product, because Triton
+    # 3.9 takes the result of ``tl.where`` for unaligned
+    column = (row >= RATIO).to(tl.int32) * (WIDTH - HEAD_DIM) + dim
     start = tl.max_contiguous(first + (offset + column), [1, NEXT, VALUES])
     bias = tl.max_contiguous(ape + row % RATIO * WIDTH + column, [1, NEXT, VALUES])
     return tl.load(start), tl.load(start + WIDTH) + tl.load(bias)
@@ -123,7 +124,7 @@ def _read_rows(
     NEXT: tl.constexpr = 2 if row.shape[1] > 1 else 1
     offset = tl.where(in_batch, row_token * kv_stride, state_offset)[:, :, None]
     row, dim = row[:, :, None], first_channel + tl.arange(0, DIM)[None, None, :]
-    column = tl.where(row < RATIO, 0, WIDTH - HEAD_DIM) + dim
+    column = (row >= RATIO).to(tl.int32) * (WIDTH - HEAD_DIM) + dim
     in_batch, mask = in_batch[:, :, None], row_valid[:, :, None] & (dim < HEAD_DIM)
     start = tl.where(in_batch, kv_score + offset, state_cache + offset) + column
     start = tl.max_contiguous(start, [1, NEXT, VALUES])

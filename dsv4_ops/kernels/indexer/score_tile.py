@@ -144,9 +144,11 @@ def score_tile(
     elif STEP == 2 * BLOCK_SIZE:
         page0 = _mask_page(_extract(pages, 2 * tile), num_blocks)
         page1 = _mask_page(_extract(pages, 2 * tile + 1), num_blocks)
-        kv_valid = tl.where(lane < BLOCK_SIZE, page0, page1) >= 0
-        base0, base1 = page0.to(tl.int64) * page_stride, page1.to(tl.int64) * page_stride
-        base = tl.where(lane < BLOCK_SIZE, base0, base1)
+        page = tl.where(lane < BLOCK_SIZE, page0, page1)
+        kv_valid = page >= 0
+        # not a choice between products: Triton 3.9 would load single bytes, as it takes the result
+        # of ``tl.where`` for unaligned
+        base = page.to(tl.int64) * page_stride
         row = lane % BLOCK_SIZE
     else:
         page = _load_page(table_row, first + lane, stop, BLOCK_SIZE)

@@ -17,18 +17,9 @@ ADVERSARIAL = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT3
 
 @gluon.jit
 def written_schedule_kernel(
-    found,
-    combines,
-    swa,
-    extra,
-    requests,
-    swa_width,
-    extra_width,
-    num_reqs,
-    num_tokens,
-    at_once,
+    found, combines, swa, extra, requests, swa_width, extra_width, num_reqs, num_tokens, at_once,
     TOKENS: gl.constexpr,
-):
+):  # fmt: skip
     token, split, count, first = schedule_by_lengths(
         Grid(gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0),
         Batch(

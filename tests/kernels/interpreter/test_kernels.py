@@ -33,12 +33,9 @@ def interpreted(examples, *names):
 # kernels whose registers hold as many bytes in flight as more programs would: 14 warps or more
 # per SM (with an inverse RoPE, Triton 3.7 uses 128 to 167 registers, which is 12 warps)
 BYTES_IN_REGISTERS = {
-    "compress_and_insert_kernel",
-    "insert_c4_step_kernel",
-    "combine_listed_kernel",
-    "combine_splits_kernel",
-    "stream_ends_kernel",
-}
+    "combine_listed_kernel", "combine_splits_kernel", "compress_and_insert_kernel",
+    "insert_c4_step_kernel", "stream_ends_kernel",
+}  # fmt: skip
 
 # kernels that hold a tile of products, or the keys that they select from: two programs per SM
 TILES_IN_REGISTERS = {
@@ -139,6 +136,16 @@ def test_no_kernel_spills_registers(part, monkeypatch):
         if item.kernel in TILES_IN_REGISTERS:
             limit = 65536 // (2 * 32 * item.warps) if item.warps > 4 else 255
         assert item.registers <= limit, f"occupancy falls: {item}"
+
+
+@pytest.mark.smoke
+def test_a_thread_loads_16_bytes_of_a_row_at_once():
+    """Triton 3.9 takes what ``tl.where`` returns for unaligned, and then loads single values."""
+    from dsv4_ops.cli import kernels
+
+    for name, load in (("indexer_logits", "cp.async.cg"), ("compress_and_insert", "ld.global.v4")):
+        (launch,) = kernels.launches(name, *kernels.examples()[name], (9, 0))
+        assert kernels.compiled(launch, 90).asm["ptx"].count(load) >= 32, name
 
 
 @pytest.mark.slow
