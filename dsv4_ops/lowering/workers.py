@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import PriorityQueue
@@ -89,3 +90,7 @@ class _Sender:
 @functools.cache
 def _sender(workers: int) -> _Sender:
     return _Sender(workers)
+
+
+if hasattr(os, "register_at_fork"):  # a fork has no threads, and Inductor gives it a new pool
+    os.register_at_fork(after_in_child=_sender.cache_clear)

@@ -1,6 +1,7 @@
 """Workers compile the kernels that a call would launch, before it launches them."""
 
 import importlib
+import os
 import pkgutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -170,3 +171,12 @@ def test_urgent_jobs_start_first(monkeypatch):
             assert started.get(timeout=9) == following
         jobs["e"].set_result(7)
         assert wait.result(timeout=9) == 7
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_starts_a_thread_of_its_own():
+    sender = inductor._sender(2)
+    child = os.fork()
+    if child == 0:
+        os._exit(inductor._sender(2) is sender)
+    assert os.waitpid(child, 0) == (child, 0)

@@ -27,12 +27,7 @@ def build_cpp_runner(folder: Path) -> Path:
             program,
             # without --no-as-needed the program lacks libtorch.so, which packages need
             "-Wl,--no-as-needed",
-            f"-L{root}/lib",
-            f"-Wl,-rpath,{root}/lib",
-            "-ltorch",
-            "-ltorch_cpu",
-            "-lc10",
-            *cuda,
+            *(f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10", *cuda),
         ],
         check=True,
         env={**os.environ, "LD_LIBRARY_PATH": f"{root}/lib"},

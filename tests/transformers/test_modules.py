@@ -24,17 +24,11 @@ PROJECTIONS = [
     *[f"{COMPRESSOR.format(1)}.indexer.{name}" for name in ("kv_proj", "gate_proj")],
 ]
 CALLED = [
-    *PROJECTIONS,
-    "lm_head",
-    "model.layers.0.mlp.gate",
-    "model.layers.1.mlp.gate",
-    "model.layers.1.mlp.shared_experts.up_proj",
-    "model.layers.1.self_attn.kv_norm",
-    "model.layers.1.self_attn.o_a_proj",
-    "model.layers.2.self_attn.q_b_proj",
+    *PROJECTIONS, "lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "model.norm",
+    "model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.self_attn.kv_norm",
+    "model.layers.1.self_attn.o_a_proj", "model.layers.2.self_attn.q_b_proj",
     "model.layers.2.attn_hc",
-    "model.norm",
-]
+]  # fmt: skip
 SKIPPED = [
     "self_attn.q_b_norm", "self_attn.compressor", "self_attn.compressor.kv_norm",
     "self_attn.compressor.indexer", "self_attn.compressor.indexer.kv_norm",
