@@ -56,7 +56,8 @@ def server(path: str, **settings: Any) -> Any:
     checks = Checks(OP)
     checks.kind("MODEL", path, (str, Path), must="be a str", do="Name a folder")
     path = str(path)
-    if not Path(path).exists() and "/" not in path:
+    is_name = path.count("/") == 1 and path[0] not in "./~"
+    if not Path(path).exists() and not is_name:
         raise argument_error(
             OP,
             "MODEL",

@@ -210,7 +210,7 @@ def test_responses_stream_where_a_client_asks(server):
 @pytest.mark.parametrize(
     ("path", "device", "text"),
     [
-        ("nothere", None, "MODEL must be a folder, or a name"),
+        *((path, None, "MODEL must be a folder, or a name") for path in ("a", "./a", "a/b/c")),
         ("a/b", "cuda:9", "device must be one"),
     ],
 )
