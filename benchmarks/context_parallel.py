@@ -290,13 +290,11 @@ class CollectiveRanks(Ranks):
         step = draw.step()
         group = step.c4 if kind == "c4" else step.c128
         caches = LayerCaches.allocate(
-            spec,
-            kind,
+            spec, kind, device=self.device,
             swa_blocks=int(step.swa_indices.amax()) // spec.attention.swa_block_size + 1,
             compressed_blocks=int(group.block_table.amax()) + 1,
             state_blocks=int(group.state_block_table.amax()) + 1,
-            device=self.device,
-        )
+        )  # fmt: skip
         for cache in (caches.swa, caches.compressed, caches.indexer):
             if cache is not None:
                 cache.random_(0x20, 0x40)  # codes of small numbers in each format

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class FlashRow:
     layers: int
     ranks: int  # processes, with a GPU each
     phase: str | None = None  # of the start
+    start: str | None = None  # "cold" if torch's folder of compiled code was empty, else "warm"
     requests: int | None = None
     tokens: int | None = None  # new tokens of all requests
     context: int | None = None  # earlier tokens of each request
@@ -97,6 +99,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from dsv4_ops.lowering._compat import cache_dir
+
     device = chosen_device(options)
     on_cpu = device.type == "cpu"
     options.layers = options.layers or (4 if on_cpu else MODELS[options.model]["num_hidden_layers"])
@@ -104,6 +108,7 @@ def run(options: argparse.Namespace) -> None:
     options.contexts = options.contexts or ((64, 300) if on_cpu else (4096, 32768, 131072))
     options.prefills = options.prefills or ((48,) if on_cpu else (1024, 4096, 16384))
     options.backend = options.backend or (None if on_cpu else "inductor")
+    options.start = "warm" if any(Path(cache_dir()).iterdir()) else "cold"
     # weights come from tensors twice as large, which would fragment memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run_ranks(FlashRanks, options, device, options.gpus)
@@ -173,7 +178,8 @@ class FlashRanks(Ranks):
     @contextmanager
     def phase(self, name: str) -> Iterator[FlashRow]:
         """Time a phase of the start."""
-        row, began = self.row("start", phase=name), time.perf_counter()
+        row = self.row("start", phase=name, start=self.options.start)
+        began = time.perf_counter()
         self.say(f"{name} ...")
         yield row
         wait(self.device)
@@ -311,13 +317,9 @@ class Decodes:
     """Times decode steps of all batches and contexts, with one cache and one compiled step."""
 
     def __init__(
-        self,
-        ranks: FlashRanks,
-        model: Any,
-        weights: Weights,
-        step: Callable[..., Any],
+        self, ranks: FlashRanks, model: Any, weights: Weights, step: Callable[..., Any],
         contexts: list[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         from dsv4_ops.integrations import transformers as v4
 
         ranks.free()  # the cache and graphs of earlier measurements
@@ -466,11 +468,8 @@ class Decodes:
         """Count the kernels of one replay."""
         activities = device_activities(capture.graph.replay)
         busy = sum(activity.us for activity in activities)
-        sent = sum(
-            activity.us
-            for activity in activities
-            if any(name in activity.name.lower() for name in _COLLECTIVES)
-        )
+        is_sent = [any(name in each.name.lower() for name in _COLLECTIVES) for each in activities]
+        sent = sum(each.us for each, sends in zip(activities, is_sent, strict=True) if sends)
         row.kernels = len(activities) / self.ranks.layers
         row.collectives_pct = 100 * sent / max(busy, 1e-9)
 

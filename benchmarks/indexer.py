@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import deep_gemm, vllm_metadata
+from benchmarks.baselines import deep_gemm
 from benchmarks.cases import indexer_cases
 from benchmarks.cases.token_check import Tolerance, outside
 from benchmarks.harness.measure import FLOP_PER_US, Checked, OpBench
@@ -53,8 +53,8 @@ class Bench(OpBench):
     )
     notes = (
         "Shapes are requests x context; 4 tokens are one row, in select_v32 each is one.\n"
-        f"baseline: {vllm_metadata.VERSION}'s DeepGEMM on the same inputs, its plan made before: "
-        "logits; of select, logits and torch.topk of them.\n"
+        "baseline_us: of DeepGEMM on the same inputs, its plan made before: logits; of select, "
+        "logits and torch.topk of them.\n"
         "baseline_agrees: its logits are ours within the tolerance of its own tests; of our "
         f"selected rows it selects {SHARED:.0%}.",
     )

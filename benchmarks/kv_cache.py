@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,14 @@ class Bench(OpBench):
     title = "Cache ops, microseconds; every result was checked byte for byte before timing"
     notes = (
         "copy_us: the faster of a memcpy and a kernel that moves as many bytes.\n"
-        f"baseline: {vllm_metadata.VERSION}'s kernel on the same inputs.",
+        "baseline_us: of vLLM's kernel on the same inputs.",
     )
 
     def load(self, folder: Path) -> Any:
         return vllm_metadata.load(folder, ("cache",))
+
+    def loaded(self) -> Sequence[Any]:
+        return [self.modules.cache]
 
 
 run = Bench.run

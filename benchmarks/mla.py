@@ -14,6 +14,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from benchmarks.baselines import flash_mla
+from benchmarks.harness import builds
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.measure import FLOP_PER_US, run_kernels
 from benchmarks.harness.options import sizes
@@ -181,8 +182,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", help=f"default: {', '.join(map(str, default))}", **some)
 
 
-def _cases(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
-    library = None if options.baseline is None else flash_mla.load(options.baseline)
+def _cases(options: argparse.Namespace, library: Any) -> Iterator[tuple[Row, Any]]:
     contexts = options.contexts[:1] if options.smoke else options.contexts
     for group in options.cases or CASES:
         blocks = max(options.batches) * max(contexts) // BLOCK
@@ -195,4 +195,5 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
 
 
 def run(options: argparse.Namespace) -> None:
-    run_kernels(options, _cases(options))
+    library = None if options.baseline is None else flash_mla.load(options.baseline)
+    run_kernels(options, _cases(options, library), baseline=library and builds.names(library))

@@ -65,13 +65,10 @@ def _shaped(family: str, device: torch.device) -> Any:
         config = small(num_hidden_layers=2, attn_implementation="sdpa")
     else:
         config = getattr(transformers, f"{family}Config")(
-            num_hidden_layers=4,
-            first_k_dense_replace=1,
-            n_routed_experts=16,
-            rope_parameters=dict(MLA_YARN),
-            max_position_embeddings=163840,
+            num_hidden_layers=4, first_k_dense_replace=1, n_routed_experts=16,
+            rope_parameters=dict(MLA_YARN), max_position_embeddings=163840,
             attn_implementation="sdpa",
-        )
+        )  # fmt: skip
     model = in_bfloat16(getattr(transformers, f"{family}ForCausalLM"), config, device)
     rotary = model.model.rotary_emb  # bfloat16 here; ``from_pretrained`` makes it float32
     model.model.rotary_emb = type(rotary)(config).to(device)

@@ -115,12 +115,9 @@ def _row(model: Any, batch: int, context: int) -> ModelRow:
     weights = sum(weight.nbytes for weight in model.parameters())
     embeddings = model.get_input_embeddings().weight.nbytes
     return ModelRow(
-        batch=batch,
-        context=context,
-        layers=len(model.model.layers),
-        weights_gb=weights / 1e9,
+        batch=batch, context=context, layers=len(model.model.layers), weights_gb=weights / 1e9,
         roofline_ms=(weights - embeddings) / _BYTES_PER_US / 1e3,
-    )
+    )  # fmt: skip
 
 
 def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None:

@@ -113,8 +113,8 @@ class Bench(OpBench):
     )
     notes = (
         "Shapes are tokens x heads, rows of the window + of the compressed cache.\n"
-        f"baseline: {vllm_metadata.VERSION}'s FlashMLA on the same inputs, its plan made before, "
-        "or in the call where planning is counted, as ours then.\n"
+        "baseline_us: of FlashMLA on the same inputs, its plan made before, or in the call where "
+        "planning is counted, as ours then.\n"
         "baseline_whole_us: of prefill, from FP8 caches as ours: vLLM's gather of gathered_rows to "
         "bf16, its combined indices and FlashMLA, in one graph; baseline_us is FlashMLA alone. "
         "baseline_gather_us and baseline_combine_us: in graphs of their own.\n"
@@ -139,6 +139,9 @@ class Bench(OpBench):
         except Exception as error:  # only the whole prefill needs cache ops; it reports the error
             self.cache = error
         return flash_mla.load(folder)
+
+    def loaded(self) -> Sequence[Any]:
+        return self.modules, self.cache
 
     def others(self, row: OpRow, work: Work) -> Mapping[str, Callable[[], Function]]:
         """Name a case's package, or prefills over FP8 rows and over a bf16 copy of them."""

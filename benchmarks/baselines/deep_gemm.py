@@ -15,7 +15,7 @@ from dsv4_ops.kernels.external.deep_gemm import settings_of
 
 
 def load(folder: Path) -> Any:
-    """Load vLLM 0.22.1's build of DeepGEMM from the bundle; any failure raises."""
+    """Load DeepGEMM from the bundle; any failure raises."""
     return vllm_metadata.library(folder).load_deep_gemm()[0]
 
 

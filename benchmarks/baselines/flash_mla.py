@@ -14,23 +14,15 @@ from dsv4_ops.core.layout import MainLayout
 
 
 def load(folder: Path) -> Any:
-    """Load vLLM 0.22.1's build of FlashMLA from the bundle; any failure raises."""
+    """Load FlashMLA from the bundle; any failure raises."""
     return vllm_metadata.library(folder).FlashMLA()
 
 
 def decode_arguments(
-    q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lens: Tensor | None,
-    attn_sink: Tensor,
-    *,
-    block_sizes: tuple[int, int],
-    per_request: int = 1,
-) -> Args:
+    q: Tensor, swa_cache: Tensor, swa_indices: Tensor, swa_lens: Tensor, extra_cache: Tensor | None,
+    extra_indices: Tensor | None, extra_lens: Tensor | None, attn_sink: Tensor, *,
+    block_sizes: tuple[int, int], per_request: int = 1,
+) -> Args:  # fmt: skip
     """Convert arguments of ``sparse_mla_decode``; tokens of a request have the same lengths."""
 
     def by_request(values: Tensor) -> Tensor:

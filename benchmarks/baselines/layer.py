@@ -54,12 +54,10 @@ def load(folder: Path) -> Libraries:
     states, compressor = "save_partial_states", "fused_compress_quant_cache"
     files = (states, compressor, "fused_indexer_q", "fused_inv_rope_fp8_quant")
     return Libraries(
-        vllm_metadata.load(folder, needed=("cache",)).cache,
-        deep_gemm.load(folder),
-        flash_mla.load(folder),
-        vllm_ops.extension(folder),
+        vllm_metadata.load(folder, needed=("cache",)).cache, deep_gemm.load(folder),
+        flash_mla.load(folder), vllm_ops.extension(folder),
         *(vllm_ops.triton_file(folder, name) for name in files),
-    )
+    )  # fmt: skip
 
 
 class Results(NamedTuple):

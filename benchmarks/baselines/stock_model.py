@@ -29,15 +29,11 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
 
     config = transformers.DeepseekV4Config(
         **{
-            "num_hidden_layers": len(LAYER_TYPES),
-            "layer_types": list(LAYER_TYPES),
-            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
-            "n_routed_experts": num_experts,
-            "rope_parameters": dict(YARN),
-            "attn_implementation": "eager",
-            **changed,
+            "num_hidden_layers": len(LAYER_TYPES), "layer_types": list(LAYER_TYPES),
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "n_routed_experts": num_experts,
+            "rope_parameters": dict(YARN), "attn_implementation": "eager", **changed,
         }
-    )
+    )  # fmt: skip
     model = in_bfloat16(transformers.DeepseekV4ForCausalLM, config, device)
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in model.named_parameters():

@@ -156,15 +156,10 @@ def shape_case(
 ) -> Case:
     """Name a case by its group and shape. Adversarial cases are checked but not timed."""
     return Case(
-        group,
-        f"{shape.tokens} x {shape.heads} heads, {shape.keys}",
-        build,
-        rows=shape.tokens,
-        requests=shape.tokens,
-        variant=variant,
-        timed=variant != "adversarial",
+        group, f"{shape.tokens} x {shape.heads} heads, {shape.keys}", build, rows=shape.tokens,
+        requests=shape.tokens, variant=variant, timed=variant != "adversarial",
         labels={"heads": shape.heads, "keys": shape.keys},
-    )
+    )  # fmt: skip
 
 
 def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Work:

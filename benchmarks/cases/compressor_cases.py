@@ -55,13 +55,10 @@ class Kind:
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of ``save_and_compress``."""
         return {
-            "compress_ratio": self.ratio,
-            "overlap": self.overlap,
-            "eps": _EPS,
-            "state_block_size": self.state_block_size,
-            "block_size": self.layout.block_size,
+            "compress_ratio": self.ratio, "overlap": self.overlap, "eps": _EPS,
+            "state_block_size": self.state_block_size, "block_size": self.layout.block_size,
             "layout": self.layout.tag,
-        }
+        }  # fmt: skip
 
 
 KINDS = {
@@ -191,13 +188,10 @@ def step_work(kind: str, step: Step, device: torch.device) -> Work:
         kv_score = draw.normal(len(step.positions), 2 * spec.width)
         sets.append((kv_score, ape, states, *where, *weights, *_cache(spec, step, positions, draw)))
     return Work(
-        save_and_compress(kind),
-        sets,
-        moved,
-        written=(_STATES, _CACHE),
+        save_and_compress(kind), sets, moved, written=(_STATES, _CACHE),
         reference=functools.partial(reference, spec),
         difference=functools.partial(differences, spec),
-    )
+    )  # fmt: skip
 
 
 def _states(kind: Kind, step: Step, draw: Draw) -> tuple[Tensor, Tensor]:

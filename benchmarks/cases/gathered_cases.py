@@ -34,12 +34,10 @@ def gathered_cases(
 
 def _case(tokens: int, heads: int, keys: int, rows: int) -> Case:
     return Case(
-        "gathered",
-        f"{tokens} x {heads} heads, {keys} keys",
-        functools.partial(gathered_work, tokens, heads, keys, rows),
-        rows=tokens,
+        "gathered", f"{tokens} x {heads} heads, {keys} keys",
+        functools.partial(gathered_work, tokens, heads, keys, rows), rows=tokens,
         labels={"heads": heads, "keys": str(keys)},
-    )
+    )  # fmt: skip
 
 
 def cost(heads: int, listed: Tensor) -> tuple[int, int]:

@@ -134,13 +134,9 @@ def layer_work(kind: str, model: Model, requests: int, context: int, device: tor
     count = min(rotating_sets(moved, device), _MAX_SETS)
     weights = draw.weights()
     return Work(
-        call=layer_call(kind, model.spec),
-        sets=[draw.arguments(weights) for _ in range(count)],
-        moved_bytes=moved,
-        flop=flop,
-        difference=differs,
-        details=(kind, model.spec),
-    )
+        call=layer_call(kind, model.spec), sets=[draw.arguments(weights) for _ in range(count)],
+        moved_bytes=moved, flop=flop, difference=differs, details=(kind, model.spec),
+    )  # fmt: skip
 
 
 def differs(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:

@@ -127,14 +127,10 @@ def prefill_work(
     pairs += [one_set() for _ in range(rotating_sets(cost[0], device) - 1)]
     check = ByToken("sparse_mla_prefill", prefill_settings(ratio), (0, 2, 3, 7), _keys)
     return check.work(
-        PREFILLS[ratio],
-        [ours for ours, _ in pairs],
-        cost,
+        PREFILLS[ratio], [ours for ours, _ in pairs], cost,
         baseline=functools.partial(flash_mla.prefill_call, SCALE),
-        baseline_sets=[second for _, second in pairs],
-        baseline_note=context.note,
-        details=context,
-    )
+        baseline_sets=[second for _, second in pairs], baseline_note=context.note, details=context,
+    )  # fmt: skip
 
 
 def _compressed(

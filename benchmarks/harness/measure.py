@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from benchmarks.harness import report
+from benchmarks.harness import builds, report
 from benchmarks.harness.batches import captured_calls
 from benchmarks.harness.memory import ColdCache, Copies
 from benchmarks.harness.options import chosen_device, matching
@@ -123,10 +123,12 @@ class OpBench:
         self.failures: list[Exception] = []
         self._compiled: dict[Function, Function] = {}
         self.modules: Any = None
+        self.baseline: str | None = None
         self.baseline_error: str | None = None
         if baseline is not None:
             try:
                 self.modules = self.load(baseline)
+                self.baseline = builds.names(*self.loaded())
             except Exception as error:
                 self.baseline_error = one_line(error)
         self.cold: ColdCache | None = None
@@ -144,13 +146,14 @@ class OpBench:
     def run(cls, options: argparse.Namespace) -> None:
         """Check and time the cases of the command line."""
         device = chosen_device(options)
-        output, start = Report(options, device), time.perf_counter()
+        start = time.perf_counter()
         groups = options.cases or (options.smoke and cls.smoke_groups) or cls.groups
         cases = matching(options, cls.cases(groups, smoke=options.smoke))
         left_out = []
         # allow graphs for one token, for one request, and for each configuration
         with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
             bench = cls(device, options.baseline, budget_s=0.1 if options.smoke else 0.5)
+            output = Report(options, device, baseline=bench.baseline)
             for case in report.progress(cases, options.bench):
                 if options.max_seconds and time.perf_counter() - start > options.max_seconds:
                     left_out.append(str(case))
@@ -167,6 +170,10 @@ class OpBench:
     def load(self, folder: Path) -> Any:
         """Load the modules for ``Work.baseline`` from a bundle; any failure raises."""
         raise NotImplementedError
+
+    def loaded(self) -> Sequence[Any]:
+        """Return the libraries and modules that name the baseline."""
+        return [self.modules]
 
     def has_baseline(self, work: Work) -> bool:
         """Return whether a case has a baseline."""
@@ -337,8 +344,9 @@ def _captured(call: Call, work: Work) -> list[Call]:
 def run_kernels(
     options: argparse.Namespace,
     cases: Iterable[tuple[Any, Callable[[Any, torch.device], Mapping[str, Sequence[Call]]]]],
+    **more: Any,
 ) -> None:
-    """Check and time kernels on CUDA; write rows and a table to ``options.out``.
+    """Check and time kernels on CUDA; write rows, with ``more`` fields, and a table.
 
     A case is a row and a function. The function checks the case, and returns calls over rotating
     inputs, by the name of the field for their time.
@@ -347,7 +355,7 @@ def run_kernels(
     if device.type != "cuda":
         raise BenchError(f"{options.bench}: it times kernels, which run on CUDA only")
     copies = Copies(device, ColdCache(device)).bytes_per_us
-    output = Report(options, device, copy_tbs=copies / 1e6)
+    output = Report(options, device, copy_tbs=copies / 1e6, **more)
     for row, checked_calls in cases:
         name = " ".join(str(value) for value in vars(row).values() if value)
         if options.match and options.match not in name:

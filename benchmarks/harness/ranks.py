@@ -130,9 +130,7 @@ def replays_us(graph: Any, replays: int) -> float:
     samples = []
     for _ in range(_SAMPLES + 1):  # drop the first sample, which raises the clocks
         dist.barrier()  # the untimed replay below waits for all ranks too
-        samples.append(
-            event_us(sample, graph.replay) / replays
-        )  # the first replay aligns the ranks
+        samples.append(event_us(sample, graph.replay) / replays)  # an untimed replay aligns ranks
     return statistics.median(samples[1:])
 
 

@@ -97,7 +97,8 @@ class Report:
         folder, name = Path(options.out), options.bench
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{name}.jsonl"
-        self.stamp = {**stamp(device, options.command), **more}
+        given = {name: value for name, value in more.items() if value is not None}
+        self.stamp = {**stamp(device, options.command), **given}
         self.rows: list[dict[str, Any]] = []
         self.path.write_text("")
 

@@ -15,12 +15,18 @@ SIZES = ["--layers", "3", "--batches", "2", "--soak", "8", "--contexts", "40", "
 @pytest.mark.parametrize(
     "more", [["--gpus", "2"], *nightly("two processes run the same", ["--gpus", "1"])], ids=" ".join
 )
-def test_every_phase_has_a_row(smoke, more, monkeypatch):
+def test_every_phase_has_a_row(smoke, more, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.multiprocessing, "spawn", start_forked)
+    (tmp_path / "code").mkdir()
+    start = "warm" if "1" in more else "cold"
+    if start == "warm":
+        (tmp_path / "code/kept").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
     checked = [] if NIGHTLY else ["--no-check"]
     status, rows = smoke("flash", "--threads", "1", *SIZES, *more, *checked)
     assert status == 0
-    parts = [row["part"] for row in rows]
+    parts, starts = ([row[name] for row in rows] for name in ("part", "start"))
+    assert starts == [start if part == "start" else None for part in parts]
     expected = ["start", "start", "start", "decode", "draft", "soak", "start", "prefill"]
     assert parts[parts[0] == "check" :] == expected
     assert ("check" in parts) == (NIGHTLY and "2" in more)

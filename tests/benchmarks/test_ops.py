@@ -1,6 +1,7 @@
 """Benchmarks of ops: every group runs on a CPU, wrong results are not timed, and baselines are
 compared. Eager ops replace compiled ops, and our ops replace the libraries."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from benchmarks import compressor, indexer, kv_cache, layer, metadata, sparse_mla
 from benchmarks.cases import cache_cases, indexer_cases
-from benchmarks.harness import measure
+from benchmarks.harness import builds, measure
 from benchmarks.harness.work import differing_bytes
 from benchmarks.run import BenchError, WrongResult
 from dsv4_ops.core.layout import IndexerLayout
@@ -241,6 +242,31 @@ def test_deep_gemms_logits_are_compared(uncompiled, group, text):
     row = bench("indexer", DeepGEMM(wrong=10.0)).measure(timed("indexer", group))
     assert row.baseline_agrees is False
     assert text in row.baseline_note
+
+
+def test_rows_and_the_head_name_the_build_that_was_loaded(uncompiled, smoke, monkeypatch, capsys):
+    monkeypatch.setattr(DeepGEMM, "__version__", "2.8.1", raising=False)
+    monkeypatch.setattr(indexer.Bench, "load", lambda *_: DeepGEMM())
+    run = ("indexer", "--cases", "logits")
+    assert {row["baseline"] for row in smoke(*run, "--baseline", "some")[1]} == {"DeepGEMM 2.8.1"}
+    assert " baseline=DeepGEMM 2.8.1\n" in capsys.readouterr().out
+    assert not any("baseline" in row for row in smoke(*run)[1])
+
+
+def test_builds_of_vllm_are_named_by_their_bytes(tmp_path, monkeypatch):
+    for name in ("library.so", "cache_utils.py"):
+        (tmp_path / name).write_text(name)
+    digests = [hashlib.sha256(path.name.encode()).hexdigest()[:12] for path in tmp_path.iterdir()]
+    made = sparse_mla.Bench(CPU, None, budget_s=0.0)
+    made.modules = SimpleNamespace(so=str(tmp_path / "library.so"))
+    made.cache = SimpleNamespace(__file__=str(tmp_path / "cache_utils.py"))
+    digest = hashlib.sha256(b"library.so").hexdigest()[:12]
+    monkeypatch.setattr(builds, "_RELEASES", dict.fromkeys(digests, "0.33.0"))
+    assert builds.names(*made.loaded()) == "FlashMLA of vLLM 0.33.0, kernels of vLLM 0.33.0"
+    monkeypatch.setattr(builds, "_RELEASES", {})
+    made.cache = ImportError("no cache_utils.py")
+    unknown = f"FlashMLA of an unknown release of vLLM (SHA-256 {digest})"
+    assert builds.names(*made.loaded()) == unknown
 
 
 def with_flash_mla(factor=1.0, cache=None):

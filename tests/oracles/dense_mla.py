@@ -143,17 +143,10 @@ def as_bf16(bits: int, dtype: str) -> int:
 
 
 def mla_insert_kv(
-    kv_c: Rows,
-    k_pe: Rows,
-    kv_cache: Pages,
-    slot_mapping: Sequence[int],
-    scale: Sequence[int] | None = None,
-    *,
-    block_size: int,
-    layout: str,
-    scale_format: str,
+    kv_c: Rows, k_pe: Rows, kv_cache: Pages, slot_mapping: Sequence[int],
+    scale: Sequence[int] | None = None, *, block_size: int, layout: str, scale_format: str,
     dtype: str,
-) -> list[list[Row]]:
+) -> list[list[Row]]:  # fmt: skip
     pages = [[list(row) for row in page] for page in kv_cache]
     for token, page, row in places(slot_mapping, len(pages), block_size):
         latent, rope = list(kv_c[token]), list(k_pe[token])

@@ -17,18 +17,9 @@ def known_width(name: str, rows: Rows, width: int | None) -> int:
 
 
 def combine_topk_swa_indices(
-    topk_indices: Rows,
-    positions: Ints,
-    req_indices: Ints,
-    seq_lens: Ints,
-    gather_lens: Ints,
-    *,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    workspace_rows: int,
-    swa_offset: int,
-) -> tuple[list[list[int]], list[int]]:
+    topk_indices: Rows, positions: Ints, req_indices: Ints, seq_lens: Ints, gather_lens: Ints, *,
+    window_size: int, compress_ratio: int, topk: int, workspace_rows: int, swa_offset: int,
+) -> tuple[list[list[int]], list[int]]:  # fmt: skip
     width = 128 * up(topk + window_size, 128)
     indices, lens = [], []
     for local, position, request in zip(topk_indices, positions, req_indices, strict=True):
@@ -63,26 +54,14 @@ def spread(index: int, block_size: int, span: int | None) -> int:
 
 
 def mixed_sparse_indices(
-    decode_swa_indices: Rows,
-    decode_compressed_indices: Rows | None,
-    decode_compressed_lens: Ints | None,
-    prefill_topk_indices: Rows,
-    positions: Ints,
-    req_indices: Ints,
-    swa_block_table: Rows,
-    compressed_block_table: Rows | None,
-    *,
-    swa_block_size: int,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool = False,
-    swa_block_span: int | None = None,
-    compressed_block_span: int | None = None,
-    swa_width: int | None = None,
+    decode_swa_indices: Rows, decode_compressed_indices: Rows | None,
+    decode_compressed_lens: Ints | None, prefill_topk_indices: Rows, positions: Ints,
+    req_indices: Ints, swa_block_table: Rows, compressed_block_table: Rows | None, *,
+    swa_block_size: int, compressed_block_size: int, window_size: int, compress_ratio: int,
+    topk: int, decode_compressed_indices_are_local: bool = False, swa_block_span: int | None = None,
+    compressed_block_span: int | None = None, swa_width: int | None = None,
     compressed_width: int | None = None,
-) -> tuple[list[list[int]], list[int]]:
+) -> tuple[list[list[int]], list[int]]:  # fmt: skip
     swa_width = known_width("decode_swa_indices", decode_swa_indices, swa_width)
     if decode_compressed_indices is None:
         compressed_width = 0

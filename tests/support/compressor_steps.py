@@ -136,23 +136,11 @@ class Engine:
         if save_first:
             save_states()
         compress(
-            kv_score,
-            ape,
-            self.states,
-            table,
-            positions,
-            req_indices,
-            self.weights["norm_weight"],
-            self.weights["cos_sin_cache"],
-            self.cache,
-            compressed,
-            compress_ratio=self.ratio,
-            overlap=self.spec["overlap"],
-            eps=self.eps,
-            state_block_size=self.size,
-            block_size=self.spec["block_size"],
-            layout=self.layout,
-        )
+            kv_score, ape, self.states, table, positions, req_indices,
+            self.weights["norm_weight"], self.weights["cos_sin_cache"], self.cache, compressed,
+            compress_ratio=self.ratio, overlap=self.spec["overlap"], eps=self.eps,
+            state_block_size=self.size, block_size=self.spec["block_size"], layout=self.layout,
+        )  # fmt: skip
         if not save_first:
             save_states()
 

@@ -1,0 +1,34 @@
+"""Name the builds of other libraries that a bundle has, as they are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+_RELEASES = {
+    "8fe4bfe927d9": "0.22.1", "25ce6b315b9b": "0.33.0",  # FlashMLA's library
+    "7614361afedf": "0.22.1", "518ec8cad556": "0.33.0",  # cache_utils.py
+    "b51d8905d037": "0.22.1", "94966398f822": "0.33.0",  # compressor_utils.py
+}  # fmt: skip
+"""vLLM's releases, by the first digits of the SHA-256 of a file of their wheels."""
+
+
+def names(*loaded: Any) -> str:
+    """Name DeepGEMM by its version, and FlashMLA and files of vLLM by vLLM's release; modules that
+    failed to load have no name."""
+    found = []
+    for each in loaded:
+        if hasattr(each, "__version__"):
+            found.append(f"DeepGEMM {each.__version__}")
+        elif hasattr(each, "so"):
+            found.append(f"FlashMLA of {_release(each.so)}")
+        elif hasattr(each, "__file__"):
+            found.append(f"kernels of {_release(each.__file__)}")
+    return ", ".join(found)
+
+
+def _release(path: str) -> str:
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    known = _RELEASES.get(digest)
+    return f"vLLM {known}" if known else f"an unknown release of vLLM (SHA-256 {digest})"
