@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 _RELEASES = {
-    "8fe4bfe927d9": "0.22.1", "25ce6b315b9b": "0.33.0",  # FlashMLA's library
-    "7614361afedf": "0.22.1", "518ec8cad556": "0.33.0",  # cache_utils.py
-    "b51d8905d037": "0.22.1", "94966398f822": "0.33.0",  # compressor_utils.py
+    "8fe4bfe927d9": "0.22.1", "25ce6b315b9b": "0.33.0",  # its FlashMLA
+    "7614361afedf": "0.22.1", "518ec8cad556": "0.33.0",  # its cache ops
+    "b51d8905d037": "0.22.1", "94966398f822": "0.33.0",  # its compressor's slots
 }  # fmt: skip
 """vLLM's releases, by the first digits of the SHA-256 of a file of their wheels."""
 
