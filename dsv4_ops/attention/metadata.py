@@ -22,7 +22,7 @@ from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
 from dsv4_ops.ops.chunking import max_prefill_chunks, prefill_row_bounds, split_prefill_chunks
 from dsv4_ops.ops.indices import dense_compressed_indices, prefill_gather_lens, swa_indices_and_lens
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
-from dsv4_ops.reference.common import gather_rows
+from dsv4_ops.reference.common import gather_rows, quotient
 
 COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "triton.enable_pdl": True}
 """Inductor options with the most stable GPU latency up to 512 tokens.
@@ -334,7 +334,7 @@ def _plan_chunks(
     num_decodes: int | Tensor,
 ) -> PrefillChunks:
     """Plan chunks of the requests after the decodes; request numbers are those of the batch."""
-    rows, queries = seq_lens.clamp(min=0) // spec.c4_ratio, query_start_loc.diff()
+    rows, queries = quotient(seq_lens.clamp(min=0), spec.c4_ratio), query_start_loc.diff()
     budgets = {"workspace_size": spec.indexer_workspace, "max_logits_bytes": spec.max_logits_bytes}
     num_reqs, checks = seq_lens.shape[0], Checks(op)
     if not isinstance(num_decodes, Tensor):
@@ -418,8 +418,8 @@ def rows_of_tokens(
         "req_indices": tokens.req_indices,
         "positions": tokens.positions,
         "seq_lens": length,
-        "c4_lens": length // spec.c4_ratio,
-        "c128_lens": length // spec.c128_ratio,
+        "c4_lens": quotient(length, spec.c4_ratio),
+        "c128_lens": quotient(length, spec.c128_ratio),
         "swa_indices": window.indices,
         "swa_lens": window.lens,
         **completed,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from queue import PriorityQueue
 from threading import Semaphore, Thread
 from typing import Any
@@ -34,6 +35,40 @@ def compile_workers() -> Callable[..., Wait] | None:
         return _sender(_compat.get_compile_threads()).send(function, args, urgent)
 
     return submit
+
+
+def start_workers() -> None:
+    """Start the compile workers, which takes seconds, while this process goes on."""
+    if compile_workers() is not None:
+        from dsv4_ops.lowering import _compat
+
+        _compat.AsyncCompile.use_process_pool()
+
+
+@contextmanager
+def kernels_in_workers() -> Iterator[None]:
+    """Let Inductor wait for its compile workers while they start. Otherwise Inductor compiles the
+    first kernels in this process, one after the other."""
+    from dsv4_ops.lowering import _compat
+
+    compiler: Any = _compat.AsyncCompile
+    compile_kernel = compiler.triton
+
+    @functools.wraps(compile_kernel)
+    def wait_and_compile(self: Any, *args: Any, **settings: Any) -> Any:
+        with suppress(Exception):  # without workers, this process compiles
+            self.wait_pool_ready(_MOST_SECONDS)
+        return compile_kernel(self, *args, **settings)
+
+    compiler.triton = wait_and_compile
+    try:
+        yield
+    finally:
+        compiler.triton = compile_kernel
+
+
+_MOST_SECONDS = 60
+"""Maximum time to wait for the workers' start."""
 
 
 class _Sender:

@@ -115,11 +115,24 @@ def valid_tokens(positions: Tensor, req_indices: Tensor, num_reqs: int) -> Tenso
     return in_request & (req_indices >= 0) & (req_indices < num_reqs)
 
 
+def quotient(values: Tensor, divisor: int) -> Tensor:
+    """Divide integers of at least 0 and round down. Other values have no meaning.
+
+    ``//`` also rounds negative values down, for which compilers generate a dozen instructions and
+    take seconds longer in the metadata of a model's step."""
+    return values if divisor == 1 else torch.div(values, divisor, rounding_mode="trunc")
+
+
+def remainder(values: Tensor, divisor: int) -> Tensor:
+    """Return the remainder of ``quotient``. Values below 0 have no meaning."""
+    return values - quotient(values, divisor) * divisor
+
+
 def visible_rows(positions: Tensor, compress_ratio: int) -> Tensor:
     """Count the compressed rows that a token may see. A row covers ``compress_ratio`` positions,
     and tokens see it from its last position on."""
     length = positions.clamp(min=ABSENT, max=INT32_MAX - 1).to(torch.int32) + 1
-    return length // compress_ratio
+    return quotient(length, compress_ratio)
 
 
 def table_entries(

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from dsv4_ops.core.ints import single
 from dsv4_ops.core.types import ABSENT, INT32_MAX
-from dsv4_ops.reference.common import dense, gather_rows, table_entries, valid_tokens
+from dsv4_ops.reference.common import (
+    dense,
+    gather_rows,
+    quotient,
+    remainder,
+    table_entries,
+    valid_tokens,
+)
 from dsv4_ops.reference.indexer import ABSENT_KEY, best, sortable
 from dsv4_ops.reference.mla_context import existing, functions, weighted
 
@@ -22,7 +29,8 @@ def cp_seq_lens(
         rank = torch.arange(cp_world_size, device=seq_lens.device)
     else:
         rank = single(cp_rank)
-    rounds, rest = lens // (cp_interleave * cp_world_size), lens % (cp_interleave * cp_world_size)
+    round_size = cp_interleave * cp_world_size
+    rounds, rest = quotient(lens, round_size), remainder(lens, round_size)
     turn = (rest - rank.long() * cp_interleave).clamp(0, cp_interleave)
     local_lens = rounds * cp_interleave + turn
     return torch.where((rank >= 0) & (rank < cp_world_size), local_lens, 0).to(torch.int32)
@@ -44,8 +52,9 @@ def cp_slot_mapping(
     if cp_world_size > 1:
         owner, row = _placed(position, cp_world_size, cp_interleave)
         exists = exists & (owner == single(cp_rank))
-    pages = table_entries(block_table, req_indices, row // block_size, exists).long()
-    return torch.where(pages >= 0, pages * block_size + row % block_size, ABSENT)
+    column = quotient(row, block_size)
+    pages = table_entries(block_table, req_indices, column, exists).long()
+    return torch.where(pages >= 0, pages * block_size + remainder(row, block_size), ABSENT)
 
 
 def cp_row_indices(
@@ -97,9 +106,9 @@ def cp_local_rows(
 
 def _placed(position: Tensor, cp_world_size: int, cp_interleave: int) -> tuple[Tensor, Tensor]:
     """Return the rank that owns a position, and the position's row on that rank."""
-    turns = position // cp_interleave
-    row = turns // cp_world_size * cp_interleave + position % cp_interleave
-    return turns % cp_world_size, row
+    turns = quotient(position, cp_interleave)
+    row = quotient(turns, cp_world_size) * cp_interleave + remainder(position, cp_interleave)
+    return remainder(turns, cp_world_size), row
 
 
 def cp_correct_out(

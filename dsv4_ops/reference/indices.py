@@ -11,6 +11,8 @@ from dsv4_ops.reference.common import (
     int32_slots,
     masked_index,
     query_lens,
+    quotient,
+    remainder,
     table_entries,
     valid_tokens,
     visible_rows,
@@ -31,9 +33,9 @@ def swa_indices_and_lens(
     offset = torch.arange(window_size, dtype=torch.int32, device=positions.device)
     key = (position - (window_size - 1)).clamp(min=0)[:, None] + offset
     pages = table_entries(
-        block_table, req_indices[:, None], key // block_size, offset < lens[:, None]
+        block_table, req_indices[:, None], quotient(key, block_size), offset < lens[:, None]
     )
-    return int32_slots(pages, key % block_size, block_size), lens
+    return int32_slots(pages, remainder(key, block_size), block_size), lens
 
 
 def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_size: int) -> Tensor:
@@ -46,9 +48,9 @@ def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_siz
 def global_topk_indices_and_lens(
     topk_indices: Tensor, req_indices: Tensor, block_table: Tensor, *, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    columns = topk_indices // block_size
+    columns = quotient(topk_indices, block_size)
     pages = table_entries(block_table, req_indices[:, None], columns, topk_indices >= 0)
-    indices = int32_slots(pages, topk_indices % block_size, block_size)
+    indices = int32_slots(pages, remainder(topk_indices, block_size), block_size)
     num_tokens, topk = topk_indices.shape
     if topk == 0:  # amax refuses an empty dimension
         return indices, indices.new_zeros((num_tokens,))
@@ -68,8 +70,9 @@ def dense_compressed_indices(
     valid = valid_tokens(positions, req_indices, block_table.shape[0])
     lens = torch.where(valid, visible_rows(positions, compress_ratio).clamp(max=max_compressed), 0)
     row = torch.arange(max_compressed, dtype=torch.int32, device=positions.device)
-    pages = table_entries(block_table, req_indices[:, None], row // block_size, row < lens[:, None])
-    return int32_slots(pages, row % block_size, block_size), lens
+    columns = quotient(row, block_size)
+    pages = table_entries(block_table, req_indices[:, None], columns, row < lens[:, None])
+    return int32_slots(pages, remainder(row, block_size), block_size), lens
 
 
 def combine_topk_swa_indices(
@@ -124,7 +127,8 @@ def spanned(slots: Tensor, block_size: int, span: int | None) -> Tensor:
     ``span`` rows apart; -1 for negative slots and results beyond int32."""
     if span is None:
         return torch.where(slots >= 0, slots, ABSENT)
-    places = (slots // block_size).to(torch.int64) * span + slots % block_size
+    pages = quotient(slots, block_size).to(torch.int64)
+    places = pages * span + remainder(slots, block_size)
     return torch.where((slots >= 0) & (places <= INT32_MAX), places, ABSENT).to(torch.int32)
 
 
@@ -206,5 +210,6 @@ def _local_slots(
     """Return the slots of request-local rows; -1 for rows that are masked, negative, or not in the
     table."""
     inside = mask[:, None] & (rows >= 0)
-    pages = table_entries(block_table, req_indices[:, None], rows // block_size, inside)
-    return int32_slots(pages, rows % block_size, block_size)
+    columns = quotient(rows, block_size)
+    pages = table_entries(block_table, req_indices[:, None], columns, inside)
+    return int32_slots(pages, remainder(rows, block_size), block_size)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.types import ABSENT
-from dsv4_ops.reference.common import table_entries, valid_tokens
+from dsv4_ops.reference.common import quotient, remainder, table_entries, valid_tokens
 
 
 def compressed_slot_mapping(
@@ -22,11 +22,12 @@ def compressed_slot_mapping(
 ) -> Tensor:
     completes = valid_tokens(positions, req_indices, block_table.shape[0]) & (slot_mapping >= 0)
     position = torch.where(completes, positions, 0).to(torch.int32)
-    completes = completes & (position % compress_ratio == compress_ratio - 1)
+    completes = completes & (remainder(position, compress_ratio) == compress_ratio - 1)
     local = position
     if cp_world_size > 1:
         turn = cp_interleave * cp_world_size
-        local = position // turn * cp_interleave + position % cp_interleave
-    row = local // compress_ratio
-    pages = table_entries(block_table, req_indices, row // block_size, completes).long()
-    return torch.where(pages >= 0, pages * block_size + row % block_size, ABSENT)
+        local = quotient(position, turn) * cp_interleave + remainder(position, cp_interleave)
+    row = quotient(local, compress_ratio)
+    column = quotient(row, block_size)
+    pages = table_entries(block_table, req_indices, column, completes).long()
+    return torch.where(pages >= 0, pages * block_size + remainder(row, block_size), ABSENT)

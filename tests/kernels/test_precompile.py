@@ -174,6 +174,27 @@ def test_urgent_jobs_start_first(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("starts", [True, False])
+def test_inductor_waits_for_workers_that_start(monkeypatch, starts):
+    """Only while our parts compile; if the workers do not start, this process compiles."""
+
+    class Compiler:
+        is_ready = False
+
+        def wait_pool_ready(self, timeout):
+            if not starts:
+                raise TimeoutError(timeout)
+            self.is_ready = True
+
+        def triton(self, name):
+            return name, self.is_ready
+
+    monkeypatch.setattr(_compat, "AsyncCompile", Compiler)
+    with inductor.kernels_in_workers():
+        assert Compiler().triton("first") == ("first", starts)
+    assert Compiler().triton("second") == ("second", False)
+
+
 def test_a_fork_starts_a_thread_of_its_own():
     sender = inductor._sender(2)
     child = os.fork()

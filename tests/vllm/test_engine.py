@@ -56,7 +56,7 @@ CASES = {
     "prefixes that others fill in the same step": ("v4", SHARES, {"cached": 5000}),
     "drafts by n-grams": ("v4", DRAFTS, {"drafted": 0}),
     "v3": ("v3", {"count": 10, "block_size": 64, **SHARES}, {"cached": 1000}),
-    "compiled as by default": ("v4", COMPILED, {"graphs": 12}),
+    "compiled as by default": ("v4", COMPILED, {"graphs": 11}),
 }
 
 

@@ -462,6 +462,8 @@ def compiled(
     Returns:
         None: torch cannot save compiled functions, or cannot save this function.
     """
+    from dsv4_ops.lowering.workers import kernels_in_workers
+
     read: list[str] = []
 
     def drop(guards: Any) -> list[bool]:
@@ -469,9 +471,14 @@ def compiled(
         read.extend(guard.name for guard in guards if guard.name.endswith(ends))
         return [False] * len(guards)
 
-    options = {**settings.get("options", {}), "guard_filter_fn": drop}
+    options = {**(settings.get("options") or {}), "guard_filter_fn": drop}
     try:
-        with allows_aot_compile(), without_collections(), noted_trace() as guards:
+        with (
+            allows_aot_compile(),
+            without_collections(),
+            kernels_in_workers(),
+            noted_trace() as guards,
+        ):
             jitted: Any = torch.compile(function, **{**settings, "options": options})
             made = jitted.aot_compile((args, {}))
             sizes = guards() if settings["dynamic"] else SizeGuards("True", {})
@@ -584,6 +591,10 @@ class PartsFile:
         binaries = [name for name in found if name.startswith(self._binaries)]
         kernel_files.put({name.removeprefix(self._binaries): found[name] for name in binaries})
 
+    def is_empty(self) -> bool:
+        """Whether the file has no part for this process."""
+        return not any(name.startswith(self._prefix) for name in self._parts)
+
     def find(self, name: str) -> bytes | None:
         """Return the part that ``keep`` stored under this name, or None."""
         return self._parts.get(self._prefix + name)
@@ -637,6 +648,10 @@ class PartsFolder:
 
     def _path(self, name: str) -> Path:
         return self._folder / name.replace("/", "-")
+
+    def is_empty(self) -> bool:
+        """Whether the folder has no part for this process."""
+        return not self._folder.is_dir()
 
     def find(self, name: str) -> bytes | None:
         """Return the part that a process stored under this name, or None."""

@@ -46,7 +46,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     local,
     with_methods,
 )
-from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns, structure_of
+from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, RUNS, DryRuns, structure_of
 from dsv4_ops.integrations.transformers.steps.progress import PartsBar
 from dsv4_ops.integrations.transformers.steps.step import (
     check_cache,
@@ -72,6 +72,10 @@ different sizes."""
 
 MOST_CHANGES = 8
 """Maximum changes of the model. After more changes, only Dynamo's guards select compiled parts."""
+
+_OPTIONS = {"metadata": {"max_fusion_size": 16}}
+"""For each part, Inductor's options on CUDA. By default Inductor fuses the metadata into one kernel
+of 700 lines, which Triton compiles in four seconds. Several kernels compile side by side in one."""
 
 _log = logging.getLogger(__name__)
 
@@ -244,12 +248,16 @@ class CompiledStep:
         self._spec = spec_of("compile_step", model)
         self._dry_runs = DryRuns(step, of_parts)
         self._passed: tuple[Any, dict[str, Any], bool] = (lambda: None, {}, False)
+        if model.device.type == "cuda" and self._file is not None and self._file.is_empty():
+            from dsv4_ops.lowering.workers import start_workers
+
+            start_workers()  # the first call will need the workers
         ranks = self._spec.parallel
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
         """Run the step; the first call compiles."""
-        with torch.no_grad(), self._bar:
+        with RUNS, torch.no_grad(), self._bar:
             with self._all_sizes(), nullcontext() if self.parts else without_collections():
                 try:
                     found = self._stepped(batch, cache, **rest)
@@ -295,7 +303,7 @@ class CompiledStep:
         """
         if not self.regional:
             return None
-        with torch.no_grad(), self._all_sizes():
+        with RUNS, torch.no_grad(), self._all_sizes():
             self._follow()
             sizes = len(batch.tokens), len(batch.rows)
             passes = functools.partial(self._passes, cache, sizes, rest)
@@ -494,7 +502,7 @@ class CompiledStep:
                     return None
                 self._load()
                 with checks_are_done() if done else nullcontext():
-                    made = compiled(_part_named(name), call, self.settings)
+                    made = compiled(_part_named(name), call, self._settings_of(name))
                 if made is not None:
                     part, content = made
                     self._file.keep(place, content)
@@ -533,9 +541,17 @@ class CompiledStep:
         if name not in self._jits:
             self._announce(name)
             self._load()
-            self._jits[name] = torch.compile(_part_named(name), **self.settings)
+            self._jits[name] = torch.compile(_part_named(name), **self._settings_of(name))
             self.parts.setdefault(name, self._jits[name])
         return self._jits[name]
+
+    def _settings_of(self, name: str) -> dict[str, Any]:
+        """Return the settings of ``torch.compile`` for a part; the caller's options come first."""
+        settings = self.settings
+        is_inductor = settings.get("backend", "inductor") == "inductor" and "mode" not in settings
+        if not (is_inductor and name in _OPTIONS and self._patched.device.type == "cuda"):
+            return settings
+        return {**settings, "options": {**_OPTIONS[name], **(settings.get("options") or {})}}
 
     def _announce(self, name: str) -> None:
         if name in self.parts:

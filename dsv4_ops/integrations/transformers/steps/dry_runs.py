@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from threading import RLock, Thread, main_thread
 from typing import Any
 
 import torch
@@ -41,6 +43,14 @@ OTHERS = {decode_step: (1, 2, 8, 16, 32), prefill_step: (1, 128, 512, 2048, 8192
 these numbers of tokens. Steps with other numbers need few more kernels."""
 
 
+RUNS = RLock()
+"""A lock that steps and dry runs hold, so that a background thread makes a dry run only between
+steps."""
+
+_PAUSE = 0.2
+"""Seconds between dry runs in the background, in which a waiting step can begin."""
+
+
 class DryRuns:
     """The dry runs of a step.
 
@@ -54,12 +64,14 @@ class DryRuns:
 
     Attributes:
         num_parts: Number of different parts of the step; None before the end of a dry run.
+        others: Thread that requests the kernels of other sizes; None before it starts.
     """
 
     def __init__(self, step: Callable[..., Any], parts: Callable[..., Any] | None = None) -> None:
         self.step, self._parts = step, parts or PARTS[step]
         self._asked: set[Any] = set()
-        self._has_asked_others, self._has_jobs = False, False
+        self._has_jobs = False
+        self.others: Thread | None = None
         self._passed: set[Any] = set()
         self._fails: bool | None = None
         self._marks: list[Path] = []
@@ -167,13 +179,23 @@ class DryRuns:
         """Let workers compile the kernels of steps of other sizes (``OTHERS``), while the process
         goes on. If the first step needed no new kernel, do nothing: an earlier process has
         compiled these kernels too."""
-        if self._has_jobs and not self._has_asked_others:
-            self._has_asked_others = True
-            marks = list(self._marks)
-            for tokens in OTHERS[self.step]:
+        if self._has_jobs and self.others is None:
+            settings = model, cache, rest
+            self.others = Thread(
+                target=self._request_others, args=settings, name="dsv4_ops_other_sizes"
+            )
+            self.others.start()
+
+    def _request_others(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
+        for tokens in OTHERS[self.step]:
+            time.sleep(_PAUSE)
+            with RUNS:
+                if not main_thread().is_alive():  # the process ends
+                    return
+                marks = list(self._marks)
                 requests = tokens if self.step is decode_step else 1
                 self.request_kernels(model, cache, tokens, requests, rest, urgent=False)
-            self._marks = marks  # no step of these sizes ran, so kernels may be missing
+                self._marks = marks  # no step of these sizes ran, so kernels may be missing
 
     def _run(
         self,
@@ -184,7 +206,7 @@ class DryRuns:
         rest: dict[str, Any],
         kernels: AbstractContextManager[None],
     ) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), kernels:
+        with RUNS, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), kernels:
             batch = padding(num_tokens, num_reqs, cache.device)
             once = OncePerName()
             self._parts(model, batch, cache, run=once, **rest)
