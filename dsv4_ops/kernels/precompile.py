@@ -64,8 +64,9 @@ class _Request:
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def ask(*args: Any, **options: Any) -> None:
             if isinstance(self.kernel, JITFunction) and _Jobs.of(self.kernel) is not None:
-                named = {name: _typed(value) for name, value in options.items()}
-                named |= options_of(self.kernel, args)
+                # in the order of a launch, because Triton's key is a text of the options
+                named = options_of(self.kernel, args) | options
+                named = {name: _typed(value) for name, value in named.items()}
                 self.kernel.warmup(*map(_typed, args), grid=grid, **named)
 
         return ask

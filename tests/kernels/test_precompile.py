@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch.utils import _pytree as pytree
 from triton import knobs
 
@@ -22,6 +23,7 @@ from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.kernels import precompile
 from dsv4_ops.kernels.common.triton_compat import name_alike
 from dsv4_ops.kernels.kv_cache import plain
+from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.lowering import _compat, workers as inductor
 from dsv4_ops.testing import op_testing
 from tests.support.attention_batches import GATHERED, gathered_case
@@ -67,6 +69,24 @@ def test_a_launch_reads_what_a_worker_compiled(compiled):
     (worker, here) = compiled
     assert worker[0] == here[0]
     assert (worker[1], here[1]) == (False, True)
+
+
+@triton.jit
+def fill_kernel(out_ptr, value, SIZE: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, SIZE), value)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_launch_with_options_waits_for_its_job(monkeypatch):
+    """Triton's key of a kernel is a text that has the launch's options in their order."""
+    workers, out = Workers(), torch.zeros(64)
+    launch = (out, 7), {"SIZE": 64, "num_warps": 2, "num_stages": 1}
+    with precompile.requests(workers.submit):
+        precompile.REQUESTED(fill_kernel)[(1,)](*launch[0], **launch[1])
+    jobs = vars(fill_kernel)["_do_compile"]
+    monkeypatch.setattr(jobs, "compile", lambda *args: None)  # Triton then launches nothing
+    EAGER(fill_kernel)[(1,)](*launch[0], **launch[1])
+    assert (len(workers.asked), workers.ran) == (1, 1)
 
 
 @pytest.mark.usefixtures("hopper")

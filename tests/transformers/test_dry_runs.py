@@ -89,7 +89,6 @@ def test_other_sizes_are_compiled_after_the_first(step, monkeypatch, tmp_path):
     """Only by the process that compiled the first, the only size whose kernels it has then."""
     model, cache, workers, _ = step
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(dry_runs, "_PAUSE", 0.0)
     monkeypatch.setattr(precompile, "requests", lambda submit: submit(len, "") and nullcontext())
     for _ in range(2):
         requests = dry_runs.DryRuns(prefill_step)
@@ -97,8 +96,6 @@ def test_other_sizes_are_compiled_after_the_first(step, monkeypatch, tmp_path):
         requests.request_kernels(model, cache, 60, 2, {})
         for _ in range(2):
             requests.request_others(model, cache, {})
-        if requests.others is not None:
-            requests.others.join()
         requests.ran()
         assert workers.urgent == [True] + [False] * len(dry_runs.OTHERS[prefill_step])
     assert len(list(tmp_path.glob("dsv4_ops-*"))) == 1

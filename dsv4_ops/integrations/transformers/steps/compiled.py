@@ -46,7 +46,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     local,
     with_methods,
 )
-from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, RUNS, DryRuns, structure_of
+from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns, structure_of
 from dsv4_ops.integrations.transformers.steps.progress import PartsBar
 from dsv4_ops.integrations.transformers.steps.step import (
     check_cache,
@@ -257,7 +257,7 @@ class CompiledStep:
 
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
         """Run the step; the first call compiles."""
-        with RUNS, torch.no_grad(), self._bar:
+        with torch.no_grad(), self._bar:
             with self._all_sizes(), nullcontext() if self.parts else without_collections():
                 try:
                     found = self._stepped(batch, cache, **rest)
@@ -265,9 +265,6 @@ class CompiledStep:
                     if type(error).__module__.startswith("torch._dynamo"):
                         self._explain(cache)
                     raise
-            if self.settings["dynamic"]:
-                tensors = tensors_of(self.step.__name__, cache)
-                self._dry_runs.request_others(self.model, tensors, rest)
             return found
 
     def __repr__(self) -> str:
@@ -303,7 +300,7 @@ class CompiledStep:
         """
         if not self.regional:
             return None
-        with RUNS, torch.no_grad(), self._all_sizes():
+        with torch.no_grad(), self._all_sizes():
             self._follow()
             sizes = len(batch.tokens), len(batch.rows)
             passes = functools.partial(self._passes, cache, sizes, rest)
@@ -339,6 +336,7 @@ class CompiledStep:
         sizes = len(batch.tokens), len(batch.rows)
         if self.settings["dynamic"]:
             self._dry_runs.request_kernels(self.model, tensors, *sizes, of_parts)
+            self._dry_runs.request_others(self.model, tensors, of_parts)
         passes = functools.partial(self._passes, tensors, sizes, of_parts)
         key, run = self._planned(batch, tensors, of_parts, passes)
         if self.regional:

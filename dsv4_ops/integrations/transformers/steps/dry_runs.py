@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from threading import RLock, Thread, main_thread
 from typing import Any
 
 import torch
@@ -39,16 +37,8 @@ PARTS = {decode_step: decode, prefill_step: prefill}
 """For each step, the function that runs the step in parts."""
 
 OTHERS = {decode_step: (1, 2, 8, 16, 32), prefill_step: (1, 128, 512, 2048, 8192)}
-"""For each step, numbers of tokens. After a first step, workers compile the kernels of steps with
+"""For each step, numbers of tokens. Beside a first step, workers compile the kernels of steps with
 these numbers of tokens. Steps with other numbers need few more kernels."""
-
-
-RUNS = RLock()
-"""A lock that steps and dry runs hold, so that a background thread makes a dry run only between
-steps."""
-
-_PAUSE = 0.2
-"""Seconds between dry runs in the background, in which a waiting step can begin."""
 
 
 class DryRuns:
@@ -64,14 +54,12 @@ class DryRuns:
 
     Attributes:
         num_parts: Number of different parts of the step; None before the end of a dry run.
-        others: Thread that requests the kernels of other sizes; None before it starts.
     """
 
     def __init__(self, step: Callable[..., Any], parts: Callable[..., Any] | None = None) -> None:
         self.step, self._parts = step, parts or PARTS[step]
         self._asked: set[Any] = set()
-        self._has_jobs = False
-        self.others: Thread | None = None
+        self._has_asked_others, self._has_jobs = False, False
         self._passed: set[Any] = set()
         self._fails: bool | None = None
         self._marks: list[Path] = []
@@ -176,26 +164,16 @@ class DryRuns:
         return Path(cache_folder()) / f"dsv4_ops-{digest}"
 
     def request_others(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
-        """Let workers compile the kernels of steps of other sizes (``OTHERS``), while the process
-        goes on. If the first step needed no new kernel, do nothing: an earlier process has
-        compiled these kernels too."""
-        if self._has_jobs and self.others is None:
-            settings = model, cache, rest
-            self.others = Thread(
-                target=self._request_others, args=settings, name="dsv4_ops_other_sizes"
-            )
-            self.others.start()
-
-    def _request_others(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
-        for tokens in OTHERS[self.step]:
-            time.sleep(_PAUSE)
-            with RUNS:
-                if not main_thread().is_alive():  # the process ends
-                    return
-                marks = list(self._marks)
+        """Let workers compile the kernels of steps of other sizes (``OTHERS``), while this process
+        traces the first step. If the first step needs no new kernel, do nothing: an earlier
+        process has compiled these kernels too."""
+        if self._has_jobs and not self._has_asked_others:
+            self._has_asked_others = True
+            marks = list(self._marks)
+            for tokens in OTHERS[self.step]:
                 requests = tokens if self.step is decode_step else 1
                 self.request_kernels(model, cache, tokens, requests, rest, urgent=False)
-                self._marks = marks  # no step of these sizes ran, so kernels may be missing
+            self._marks = marks  # no step of these sizes ran, so kernels may be missing
 
     def _run(
         self,
@@ -206,7 +184,7 @@ class DryRuns:
         rest: dict[str, Any],
         kernels: AbstractContextManager[None],
     ) -> None:
-        with RUNS, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), kernels:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), kernels:
             batch = padding(num_tokens, num_reqs, cache.device)
             once = OncePerName()
             self._parts(model, batch, cache, run=once, **rest)
