@@ -114,14 +114,8 @@ import dsv4_ops.integrations.transformers
 
 @pytest.mark.parametrize(
     ("version", "pair"),
-    [
-        ("2.15.0+cu130", (2, 15)),
-        ("2.16.0a0+git1234", (2, 16)),
-        ("2.16rc1", (2, 16)),
-        ("5.25.0.dev0", (5, 25)),
-        ("6", (6, 0)),
-        ("unknown", (0, 0)),
-    ],
-)
+    [("2.15.0+cu130", (2, 15)), ("2.16.0a0+git1234", (2, 16)), ("2.16rc1", (2, 16)),
+     ("5.25.0.dev0", (5, 25)), ("6", (6, 0)), ("unknown", (0, 0))],
+)  # fmt: skip
 def test_a_release_of_any_version_string(version, pair):
     assert versions.release(version) == pair

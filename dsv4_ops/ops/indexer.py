@@ -616,9 +616,10 @@ def indexer_select(
     One call scores and selects, for decodes and prefills.
 
     Our kernels do not store scores, so memory and launches do not grow with the context. There is
-    one exception: on Hopper, with a topk of 2048 or more, they store the scores if these take at
-    most 256 MiB and no size is symbolic. The reference, which runs for the layout "plain" on every
-    device, gathers keys and stores their scores. A token's rows do not depend on other tokens.
+    one exception: on Hopper, with a topk of 2048 or more, they store the scores if the workspace,
+    three times the scores and 32 KiB per token, takes at most 512 MiB. The reference, which runs
+    for the layout "plain" on every device, gathers keys and stores their scores. A token's rows do
+    not depend on other tokens.
 
     Positions [num_reqs, next_n] are treated as one row per token, without a copy if they are
     contiguous. Kernels that read a request's keys once for all tokens of the request were slower
@@ -677,7 +678,9 @@ def indexer_select(
         "plain", the reference: loops of Inductor, and torch's matrix product, topk and sort.
         DeepGEMM is a call, followed by our kernels, and not available in AOTInductor packages; its
         scores round differently, so other rows may be selected among near ties. Dynamic in all
-        tensor sizes; with dynamic sizes "auto" runs our kernels; CUDA graphs and export: yes.
+        tensor sizes; with dynamic sizes "auto" runs our kernels, and a graph for a topk of 2048 or
+        more has the kernels that store scores and those that do not; the sizes of a call decide
+        which of them run. CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer. Other libraries do not specify the order of ties.
 

@@ -25,11 +25,19 @@ def insert(k, cache, slots):
 
 ROUTER = {"top_k": 8, "num_groups": 8, "kept_groups": 4, "scale": 2.5, "normalize": True}
 BF16, F32 = torch.bfloat16, torch.float32
+PAGES = {"block_size": 64, "compress_ratio": 1}
 # a call for N tokens, and its tensors
 CALLS = {
     "indexer_topk": (
         lambda logits, lens: (ops.indexer_topk(logits, lens, topk=64),),
         lambda n: [((n, 4096), F32), ((n,), torch.int32)],
+    ),
+    "indexer_select": (
+        lambda *tensors: (ops.indexer_select(*tensors, **PAGES, topk=2048),),
+        lambda n: [
+            ((n, 64, 128), torch.float8_e4m3fn), ((n, 64), F32), ((9, 8640), torch.uint8),
+            ((n,), torch.int64), ((n,), torch.int32), ((2, 500), torch.int32),
+        ],
     ),
     "grouped_topk": (
         lambda scores, bias: ops.grouped_topk(scores, bias, **ROUTER),
@@ -57,6 +65,7 @@ def targets(name, *, symbolic):
     with FakeTensorMode(shape_env=shapes), torch.no_grad():
         made = [torch.empty(size, dtype=of, device="cuda") for size, of in arguments(tokens)]
         graph, _ = aot_export_module(Call(), made, trace_joint=False)
+    assert not shapes.guards
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 

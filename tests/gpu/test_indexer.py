@@ -61,16 +61,9 @@ class Batch:
 
     def select(self, topk, rows=slice(None), **settings):
         tensors = (self.positions[rows], self.requests[rows], self.table)
-        return ops.indexer_select(
-            self.q[rows],
-            self.weights[rows],
-            self.cache,
-            *tensors,
-            block_size=self.block_size,
-            compress_ratio=self.ratio,
-            topk=topk,
-            **settings,
-        )
+        sizes = {"block_size": self.block_size, "compress_ratio": self.ratio, "topk": topk}
+        queries = (self.q[rows], self.weights[rows], self.cache)
+        return ops.indexer_select(*queries, *tensors, **sizes, **settings)
 
     def slots(self, rows):
         """Return the slots of selected rows."""
@@ -79,16 +72,10 @@ class Batch:
         ).indices
 
     def logits(self):
-        return ops.indexer_logits(
-            self.q,
-            self.weights,
-            self.cache,
-            ((self.positions + 1) // self.ratio).int(),
-            self.requests,
-            self.table,
-            block_size=self.block_size,
-            num_rows=self.table.shape[1] * self.block_size,
-        )
+        lens = ((self.positions + 1) // self.ratio).int()
+        tensors = (self.q, self.weights, self.cache, lens, self.requests, self.table)
+        num_rows = self.table.shape[1] * self.block_size
+        return ops.indexer_logits(*tensors, block_size=self.block_size, num_rows=num_rows)
 
     def scores(self, token, dtype):
         """Return a token's scores, the sums of their absolute terms, and which are candidates."""
@@ -232,24 +219,30 @@ def test_captured_selection_follows_its_inputs(num_tokens):
         assert torch.equal(captured, batch.expected(512)), limit
 
 
-def test_compiled_selection_takes_any_sizes():
-    """One graph serves 1 to 300 tokens and contexts up to 64k; rows and slots are exact."""
+@pytest.mark.parametrize(
+    ("topk", "ratio", "batches"),
+    [
+        (512, 4, [(21, 12800), (2, 16384), (300, 2048), (130, 640)]),
+        (2048, 1, [(21, 12800), (2, 131072), (130, 640), (300, 147456)]),
+    ],
+)
+def test_compiled_selection_takes_any_sizes(topk, ratio, batches):
+    """One graph serves 2 to 300 tokens and rows of any length; rows and slots are exact. Of the
+    wide selections, two list the kept keys, one needs no list, and one stores no scores."""
     torch._dynamo.reset()
+    sizes = {"block_size": 64, "compress_ratio": ratio, "topk": topk}
 
     def call(*tensors):
-        sizes = {"block_size": 64, "compress_ratio": 4, "topk": 512}
         rows = ops.indexer_select(*tensors, **sizes)
         return rows, ops.indexer_select(*tensors, **sizes, slots=True)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True)
-    for index, (num_tokens, max_rows) in enumerate(
-        [(21, 12800), (2, 16384), (300, 2048), (130, 640)]
-    ):
-        batch = Batch(num_tokens=num_tokens, max_rows=max_rows, seed=20 + index)
+    for index, (num_tokens, max_rows) in enumerate(batches):
+        batch = Batch(num_tokens=num_tokens, max_rows=max_rows, ratio=ratio, seed=20 + index)
         tensors = (batch.cache, batch.positions, batch.requests, batch.table)
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             chosen, slots = compiled(batch.q, batch.weights, *tensors)
-        assert torch.equal(chosen, batch.expected(512))
+        assert torch.equal(chosen, batch.expected(topk))
         assert torch.equal(slots, batch.slots(chosen))
 
 

@@ -107,14 +107,9 @@ def test_many_long_contexts() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "rows"),
-    [
-        ((4096, 128, 64), 32768),
-        ((131072, 256, 64), 65536),
-        ((4096, 2048, 64), 131072),
-        ((2048, 8, 64), 16384),
-        ((163840, 1024, 128), 131072),
-    ],
-)
+    [((4096, 128, 64), 32768), ((131072, 256, 64), 65536), ((4096, 2048, 64), 131072),
+     ((2048, 8, 64), 16384), ((163840, 1024, 128), 131072)],
+)  # fmt: skip
 def test_the_rule_for_the_workspace(sizes: tuple[int, int, int], rows: int) -> None:
     named = dict(zip(("max_model_len", "max_num_seqs", "block_size"), sizes, strict=True))
     assert ops.mla_workspace_rows(**named) == rows

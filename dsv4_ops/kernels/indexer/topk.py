@@ -6,6 +6,7 @@ import torch
 import triton
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.ints import positive
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.kernels.arguments import paged, strided
@@ -48,9 +49,8 @@ Times on an H100 with top 512 and one token per request: 32 requests of 32k keys
 merge."""
 
 STORED_TOPK, STORED_BYTES = 2048, 2**29
-"""From this topk on, keys are stored for all scores, if the workspace takes at most so many bytes
-and sizes are known. On Hopper only: elsewhere the bits of a score may depend on the number of warps
-of a program."""
+"""From this topk on, keys are stored for all scores, if the workspace takes at most so many bytes.
+On Hopper only: elsewhere the bits of a score may depend on the number of warps of a program."""
 
 SAMPLE, DEVIATIONS = 8192, 5
 """Maximum keys of the sample of a row. By DEVIATIONS standard deviations, the keys to keep are
@@ -80,13 +80,13 @@ class _Scratch:
     def __init__(
         self,
         launch: Launcher,
-        like: torch.Tensor,
+        out: torch.Tensor,
         num_keys: int,
         topk: int,
         min_part: int,
         short_part: int,
     ) -> None:
-        self.launch, self.topk, num_tokens = launch, topk, like.shape[0]
+        self.launch, self.out, self.topk, num_tokens = launch, out, topk, out.shape[0]
         self.width = triton.next_power_of_2(topk)
         self.capacity = max(CAPACITY, 2 * self.width)
         self.merge_capacity = max(MERGE_CAPACITY, self.capacity)
@@ -94,8 +94,7 @@ class _Scratch:
         wide_group = WIDE_GROUP if self.width >= WIDE else 0
         self.group_capacity = max(self.merge_capacity, wide_group)
         sizes = ((PROGRAMS, self.capacity), (PROGRAMS, self.capacity), (num_tokens, 3))
-        self.lists = tuple(like.new_empty(size, dtype=torch.int32) for size in sizes)
-        self.out = like.new_empty((num_tokens, topk), dtype=torch.int32)
+        self.lists = tuple(map(out.new_empty, sizes))
         self.rows = torch.sym_min(num_tokens, PROGRAMS)
         max_lists = self.merge_capacity // self.width
         parts = torch.sym_min((num_keys + min_part - 1) // min_part, PROGRAMS // num_tokens)
@@ -150,9 +149,10 @@ def indexer_topk(
     launch: Launcher, logits: torch.Tensor, lens: torch.Tensor, *, topk: int
 ) -> torch.Tensor:
     num_tokens, num_columns = logits.shape
+    out = logits.new_empty((num_tokens, topk), dtype=torch.int32)
     if num_tokens == 0 or topk == 0:
-        return logits.new_empty((num_tokens, topk), dtype=torch.int32)
-    scratch = _Scratch(launch, logits, num_columns, topk, LOGITS_MIN_PART, 0)
+        return out
+    scratch = _Scratch(launch, out, num_columns, topk, LOGITS_MIN_PART, 0)
     launch(select_logits_kernel)[scratch.programs,](
         *strided(logits), num_columns, *strided(lens), *scratch.arguments,
         STEP=LOGITS_STEP, **scratch.sizes,
@@ -180,8 +180,9 @@ def indexer_select(
     quantized = IndexerLayout(block_size)
     Checks("indexer_select").page_start("k_cache", k_cache, quantized)
     num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
+    out = q.new_empty((num_tokens, topk), dtype=torch.int32)
     if num_tokens == 0 or topk == 0:
-        return q.new_empty((num_tokens, topk), dtype=torch.int32)
+        return out
     num_rows = max_blocks * block_size
     table = (block_table, block_table.stride(0), block_table.stride(1))
     requests, positions = (req_indices, req_indices.stride(0)), positions.reshape(-1)
@@ -190,52 +191,77 @@ def indexer_select(
     pages = {"RATIO": compress_ratio, "BLOCK_SIZE": block_size}
     target = launch.target(q.device)
     bytes_of = {"DATA_BYTES": quantized.data_bytes, "SCALE_BYTES": quantized.scale_bytes}
-    scored = {**bytes_of, "CONVERTS": launch.converts_codes(q.device)}
+    scored = {**pages, **bytes_of, "CONVERTS": launch.converts_codes(q.device)}
     scored |= indexer.tile_sizes(num_heads, target)
-    if target.large_tiles and _stores(num_tokens, num_rows, topk):
-        rows = indexer.ROWS
-        scores = q.new_empty((num_tokens, num_rows), dtype=torch.int32)
-        samples = q.new_empty((num_tokens, SAMPLE), dtype=torch.int32)
-        launch(score_keys_kernel)[num_tokens * ((num_rows + rows - 1) // rows),](
-            *queries, *where, scores, samples, num_rows, topk, SAMPLE=SAMPLE,
-            **pages, **scored, ROWS=rows, STAGES=indexer.STAGES, num_warps=indexer.WARPS,
-        )  # fmt: skip
-        width = triton.next_power_of_2(topk)
-        maximum = max(KEPT_CAPACITY, 2 * width)
-        parts = min(KEEP_PARTS, KEEP_PROGRAMS // num_tokens, num_rows // KEEP_STEP)
-        parts = max(1, parts)
-        capacity = min((num_rows + parts - 1) // parts, maximum)
-        lists = [q.new_empty((num_tokens * parts, capacity), dtype=torch.int32) for _ in range(2)]
-        counts = q.new_empty((num_tokens, parts), dtype=torch.int32)
-        cuts = q.new_empty((num_tokens,), dtype=torch.int32)
-        out = q.new_empty((num_tokens, topk), dtype=torch.int32)
-        if num_rows > maximum:
-            launch(keep_keys_kernel)[num_tokens * parts,](
-                scores, samples, num_rows, *strided(positions), *requests, block_table.shape[0],
-                *lists, counts, cuts, parts, capacity, topk,
-                RATIO=compress_ratio, SAMPLE=SAMPLE, DEVIATIONS=DEVIATIONS, STEP=KEEP_STEP,
-                CAPACITY=maximum, num_warps=KEEP_WARPS,
-            )  # fmt: skip
-        launch(select_kept_kernel)[num_tokens,](
-            scores, num_rows, k_cache.shape[0], *where, *lists, counts, cuts, out,
-            parts, capacity, topk,
-            **pages, WIDTH=width, CAPACITY=maximum, MAX_PARTS=KEEP_PARTS, SLOTS=slots,
-            num_warps=KEPT_WARPS,
-        )  # fmt: skip
-        return out
-    scratch = _Scratch(launch, q, num_rows, topk, MIN_PART, SHORT_PART)
+    stores = _stores(num_tokens, num_rows, topk) if target.large_tiles else 0
+    is_static = isinstance(stores, int)
+    if not is_static or stores:
+        stored = launch if is_static else launch.predicated(stores)
+        _select_stored(stored, stores, queries, where, num_rows, out, pages, scored, slots)
+        if is_static:
+            return out
+        launch = launch.predicated(1 - stores)
+    scratch = _Scratch(launch, out, num_rows, topk, MIN_PART, SHORT_PART)
     sizes = {**scored, **scratch.sizes}
     # a tile has at least 16 keys per warp, and at most half the keys that a scratch row holds
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     launch(select_keys_kernel)[scratch.programs,](
-        *queries, *where, *scratch.arguments, **pages, STAGES=STAGES, SLOTS=slots, **sizes
+        *queries, *where, *scratch.arguments, STAGES=STAGES, SLOTS=slots, **sizes
     )
     return scratch.merge((*requests, *table, max_blocks), block_size, slots)
 
 
-def _stores(num_tokens: int, num_rows: int, topk: int) -> bool:
-    """Whether the keys of all scores are stored."""
-    is_static = isinstance(num_tokens, int) and isinstance(num_rows, int)
+def _stores(num_tokens: int, num_rows: int, topk: int) -> int:
+    """Whether the keys of all scores are stored: 1 or 0, or a symbol with one of these values."""
     # a row has its scores, its sample, and lists of kept keys and of their rows
     workspace = 4 * num_tokens * (3 * num_rows + SAMPLE)
-    return is_static and topk >= STORED_TOPK and workspace <= STORED_BYTES
+    stores: int = positive(STORED_BYTES + 1 - workspace) if topk >= STORED_TOPK else 0
+    return stores
+
+
+def _select_stored(
+    launch: Launcher,
+    stores: int,
+    queries: tuple[Any, ...],
+    where: tuple[Any, ...],
+    num_rows: int,
+    out: torch.Tensor,
+    pages: dict[str, int],
+    scored: dict[str, Any],
+    slots: bool,
+) -> None:
+    """Select by stored keys. If ``stores`` is 0, the workspace is tiny."""
+    (num_tokens, topk), rows = out.shape, indexer.ROWS
+    *tokens, _, _, _, num_reqs, _ = where
+
+    def workspace(row: int) -> torch.Tensor:
+        # at least 2 elements, because torch adds a guard for a size that may be 0 or 1
+        return out.new_empty(torch.sym_max(2, num_tokens * stores * row))
+
+    scores, samples = workspace(num_rows), workspace(SAMPLE)
+    launch(score_keys_kernel)[num_tokens * ((num_rows + rows - 1) // rows),](
+        *queries, *where, scores, samples, num_rows, topk, SAMPLE=SAMPLE,
+        **scored, ROWS=rows, STAGES=indexer.STAGES, num_warps=indexer.WARPS,
+    )  # fmt: skip
+    width = triton.next_power_of_2(topk)
+    maximum = max(KEPT_CAPACITY, 2 * width)
+    parts = torch.sym_min(KEEP_PARTS, KEEP_PROGRAMS // num_tokens)
+    parts = torch.sym_max(1, torch.sym_min(parts, num_rows // KEEP_STEP))
+    capacity = torch.sym_min((num_rows + parts - 1) // parts, maximum)
+    lists = (workspace(parts * capacity), workspace(parts * capacity))
+    counts, cuts = workspace(parts), workspace(1)
+    is_static = isinstance(num_rows, int)
+    if not is_static or num_rows > maximum:
+        keep = launch if is_static else launch.predicated(positive(num_rows - maximum))
+        keep(keep_keys_kernel)[num_tokens * parts,](
+            scores, samples, num_rows, *tokens, num_reqs, *lists, counts, cuts,
+            parts, capacity, topk,
+            RATIO=pages["RATIO"], SAMPLE=SAMPLE, DEVIATIONS=DEVIATIONS, STEP=KEEP_STEP,
+            CAPACITY=maximum, num_warps=KEEP_WARPS,
+        )  # fmt: skip
+    launch(select_kept_kernel)[num_tokens,](
+        scores, num_rows, queries[-1], *where, *lists, counts, cuts, out,
+        parts, capacity, topk,
+        **pages, WIDTH=width, CAPACITY=maximum, MAX_PARTS=KEEP_PARTS, SLOTS=slots,
+        num_warps=KEPT_WARPS,
+    )  # fmt: skip

@@ -48,7 +48,7 @@ def score_keys_kernel(
     wait_for_previous_kernel()
     programs = (num_rows + ROWS - 1) // ROWS
     token = (tl.program_id(0) // programs).to(tl.int64)
-    start = tl.program_id(0) % programs * ROWS
+    start = (tl.program_id(0) % programs).to(tl.int32) * ROWS
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
     position = tl.load(positions + token * position_stride)
     valid = valid_tokens(position, request, num_reqs)

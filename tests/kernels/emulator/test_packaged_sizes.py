@@ -7,11 +7,12 @@ import torch
 
 pytest.importorskip("triton", reason="published for Linux only")
 
-from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.target import HOPPER
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.attention.calls import DecodeCall, PrefillCall
+from dsv4_ops.kernels.indexer.topk import indexer_select
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla import decode as mla
 from dsv4_ops.kernels.sparse_mla import decode, prefill
@@ -135,6 +136,48 @@ def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
         assert found == [("hopper_split_keys_kernel", wanted), ("triton", joins)], programs
     kept, _ = launches_of(program, {symbol: 122 // tiles})
     assert kept[0][1] == 122 + beyond * tiles
+
+
+class Selection(torch.nn.Module):
+    """A selection for any number of tokens and of blocks per request."""
+
+    def __init__(self, topk):
+        super().__init__()
+        self.sizes = {"block_size": 64, "compress_ratio": 1, "topk": topk}
+
+    def forward(self, *tensors):
+        return indexer_select(ON_HOPPER, *tensors, **self.sizes, layout=IndexerLayout.tag)
+
+
+@pytest.mark.parametrize(
+    ("topk", "launched"),
+    [
+        # 396 programs are 49, 6, 1 and 0 per token; up to 8 lists are merged at once
+        (512, {(8, 3125): (392, 64, 8), (66, 3125): (396, 1, 66), (200, 3125): (200, 1, 1),
+               (400, 3125): (396, 1, 1)}),
+        (2048, {(2, 100): (2 * 13, 0, 2, 0, 0, 0), (7, 500): (7 * 63, 7 * 15, 7, 0, 0, 0),
+                (300, 2287): (300 * 286, 300, 300, 0, 0, 0), (300, 2288): (0, 0, 0, 300, 1, 1),
+                (9, 90000): (0, 0, 0, 396, 9 * 2, 9)}),
+    ],
+)  # fmt: skip
+def test_a_selection_of_any_size(topk, launched):
+    """Merges that have nothing to do have one program. The scores of 2048 rows and more are stored
+    if the workspace takes up to 512 MiB: of 300 tokens, up to 2287 blocks. The other variant has no
+    programs, and no memory for scores. Rows of up to 8192 keys need no list."""
+    queries = torch.zeros(7, 64, 128).to(torch.float8_e4m3fn), torch.zeros(7, 64)
+    rows = torch.zeros(7, dtype=torch.int64), i32([0] * 7), i32([[0] * 11] * 3)
+    tokens, columns = {0: torch.export.Dim("tokens", min=2)}, torch.export.Dim("columns", min=2)
+    dims = (tokens, tokens, None, tokens, tokens, {1: columns})
+    given = (*queries, IndexerLayout(64).allocate(9), *rows)
+    program = torch.export.export(Selection(topk), given, dynamic_shapes=(dims,))
+    tensors = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    symbols = tensors[0].shape[0].node.expr, tensors[5].shape[1].node.expr
+    for (count, blocks), programs in launched.items():
+        found, held = launches_of(program, dict(zip(symbols, (count, blocks), strict=True)))
+        assert [each for _, each in found] == [*programs], (count, blocks)
+        stored = len(programs) > 3 and programs[0] > 0
+        scratch = held - 2 * 396 * max(2048, 2 * topk) * 4
+        assert 256 * count * blocks * stored < scratch < 2**29 * stored + 4 * 2**20
 
 
 class Dense(torch.nn.Module):

@@ -40,13 +40,8 @@ def test_wide_tables_are_copied(tokens, pages, copied):
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
     values = {
-        "q": made(tokens, 64, 512),
-        "swa_block_table": made(1, 9000),
-        "swa_block_size": 64,
-        "extra_cache": made(1, 1),
-        "extra_block_table": made(1, pages),
-        "extra_block_size": 2,
-        "topk_indices": None,
-        "window_size": 128,
-    }
+        "q": made(tokens, 64, 512), "swa_block_table": made(1, 9000), "swa_block_size": 64,
+        "extra_cache": made(1, 1), "extra_block_table": made(1, pages), "extra_block_size": 2,
+        "topk_indices": None, "window_size": 128,
+    }  # fmt: skip
     assert gathers(values) == copied

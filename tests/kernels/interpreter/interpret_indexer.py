@@ -19,19 +19,10 @@ from tests.kernels.interpreter.interpret_kernels import check, fuzz
 from tests.support.sampled import sampled
 
 SMALL = {
-    "PROGRAMS": 40,
-    "CAPACITY": 64,
-    "MERGE_CAPACITY": 64,
-    "GROUPS": 3,
-    "WIDE": 32,
-    "WIDE_GROUP": 256,
-    "MIN_PART": 16,
-    "LOGITS_STEP": 16,
-    "LOGITS_MIN_PART": 16,
-    "SAMPLE": 32,
-    "KEEP_STEP": 16,
-    "KEPT_CAPACITY": 64,
-}
+    "PROGRAMS": 40, "CAPACITY": 64, "MERGE_CAPACITY": 64, "GROUPS": 3, "WIDE": 32,
+    "WIDE_GROUP": 256, "MIN_PART": 16, "LOGITS_STEP": 16, "LOGITS_MIN_PART": 16, "SAMPLE": 32,
+    "KEEP_STEP": 16, "KEPT_CAPACITY": 64,
+}  # fmt: skip
 TOPK = 16
 happened: Counter[str] = Counter()
 

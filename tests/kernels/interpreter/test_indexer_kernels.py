@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import OPS
@@ -14,25 +12,6 @@ from tests.support import forked
 
 pytest.importorskip("triton", reason="published for Linux only")
 from tests.support.launches import Launches
-
-
-@pytest.mark.parametrize(
-    ("tokens", "grouped", "parts"),
-    # 396 programs are 49, 6, 1 and 0 per token; up to 8 lists are merged at once
-    [(8, 64, 8), (66, 1, 66), (200, 1, 1), (400, 1, 1)],
-)
-def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
-    """A graph for any number of tokens launches merges for all tokens, or one program if at run
-    time nothing has to be merged."""
-    logits, lens = torch.empty(tokens, 200_000), torch.empty(tokens, dtype=torch.int32)
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        fakes = [mode.from_tensor(each, static_shapes=False) for each in (logits, lens)]
-        launch = Launches()
-        OPS["indexer_topk"].launcher("triton")(launch, *fakes, topk=512)
-    grids = {name: programs for name, (programs,) in launch.made}
-    assert isinstance(grids["merge_groups_kernel"], torch.SymInt)
-    assert int(grids["merge_groups_kernel"]) == grouped
-    assert int(grids["merge_parts_kernel"]) == parts
 
 
 @pytest.mark.parametrize(
