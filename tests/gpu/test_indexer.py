@@ -221,11 +221,9 @@ def test_captured_selection_follows_its_inputs(num_tokens):
 
 @pytest.mark.parametrize(
     ("topk", "ratio", "batches"),
-    [
-        (512, 4, [(21, 12800), (2, 16384), (300, 2048), (130, 640)]),
-        (2048, 1, [(21, 12800), (2, 131072), (130, 640), (300, 147456)]),
-    ],
-)
+    [(512, 4, [(21, 12800), (2, 16384), (300, 2048), (130, 640)]),
+     (2048, 1, [(21, 12800), (2, 131072), (130, 640), (300, 147456)])],
+)  # fmt: skip
 def test_compiled_selection_takes_any_sizes(topk, ratio, batches):
     """One graph serves 2 to 300 tokens and rows of any length; rows and slots are exact. Of the
     wide selections, two list the kept keys, one needs no list, and one stores no scores."""

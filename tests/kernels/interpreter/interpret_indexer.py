@@ -5,6 +5,7 @@ this file with TRITON_INTERPRET=1. It prints how often each of these occurred.""
 import sys
 from collections import Counter
 
+import numpy as np
 import torch
 from hypothesis import given
 
@@ -82,8 +83,12 @@ def main(examples: int) -> None:
     for stored, small["slots"] in ((2048, False), (2048, True), (1, False), (1, True)):
         launchers.STORED_TOPK = stored
         compare()
-    for case in testing.cases_of("indexer_select"):
-        check("indexer_select", case)
+    known = launchers.positive, launchers.STORED_BYTES
+    # no int, as for symbolic sizes: both variants are launched, and one of them has no programs
+    symbol = (lambda number: np.int64(number > 0)), 500
+    for launchers.positive, launchers.STORED_BYTES in (symbol, known):
+        for case in testing.cases_of("indexer_select"):
+            check("indexer_select", case)
     spec, tensors, small["topk"] = OPS["indexer_select"], beyond_int32(), 130
     found = spec.implementation("kernels")(EAGER, *tensors, **small)
     assert torch.equal(found, spec.reference(*tensors, **small))
