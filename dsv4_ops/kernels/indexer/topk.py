@@ -212,7 +212,8 @@ def indexer_select(
 
 
 def _stores(num_tokens: int, num_rows: int, topk: int) -> int:
-    """Whether the keys of all scores are stored: 1 or 0, or a symbol with one of these values."""
+    """Whether the keys of all scores are stored: 1 or 0; for symbolic sizes, a symbol with one of
+    these values. Then both variants are launched, and one of them has empty grids."""
     # a row has its scores, its sample, and lists of kept keys and of their rows
     workspace = 4 * num_tokens * (3 * num_rows + SAMPLE)
     stores: int = positive(STORED_BYTES + 1 - workspace) if topk >= STORED_TOPK else 0
@@ -230,12 +231,12 @@ def _select_stored(
     scored: dict[str, Any],
     slots: bool,
 ) -> None:
-    """Select by stored keys. If ``stores`` is 0, the workspace is tiny."""
+    """Select by stored keys. If ``stores`` is 0, the workspace has two elements per tensor."""
     (num_tokens, topk), rows = out.shape, indexer.ROWS
     *tokens, _, _, _, num_reqs, _ = where
 
     def workspace(row: int) -> torch.Tensor:
-        # at least 2 elements, because torch adds a guard for a size that may be 0 or 1
+        # at least 2 elements, because torch guards a size that may be 0 or 1
         return out.new_empty(torch.sym_max(2, num_tokens * stores * row))
 
     scores, samples = workspace(num_rows), workspace(SAMPLE)
