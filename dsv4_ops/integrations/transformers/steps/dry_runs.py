@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 PARTS = {decode_step: decode, prefill_step: prefill}
 """For each step, the function that runs the step in parts."""
 
-OTHERS = {decode_step: (1, 2, 8, 16, 32), prefill_step: (1, 128, 512, 2048, 8192)}
+OTHERS = {decode_step: (1, 8, 16, 32), prefill_step: (1, 128, 512, 2048, 8192)}
 """For each step, numbers of tokens. Beside a first step, workers compile the kernels of steps with
 these numbers of tokens. Steps with other numbers need few more kernels."""
 
