@@ -4,6 +4,7 @@ import copy
 import zipfile
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -282,3 +283,19 @@ def test_one_compile_serves_every_number_of_tokens_and_requests(family):
         assert ours.keys() == eager.keys()
         for place in ours:
             torch.testing.assert_close(ours[place], eager[place], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "settings", "options"),
+    [
+        ("cuda", "metadata", {}, {"max_fusion_size": 16}),
+        ("cuda", "metadata", {"options": {"max_fusion_size": 9}}, {"max_fusion_size": 9}),
+        ("cuda", "metadata", {"backend": "eager"}, None),
+        ("cuda", "head", {}, None),
+        ("cpu", "metadata", {}, None),
+    ],
+)
+def test_metadata_is_several_kernels_on_a_gpu(device, name, settings, options):
+    step = v4.compile_step(reference(), mode="regional", **settings)
+    step._patched = SimpleNamespace(device=torch.device(device))
+    assert step._settings_of(name).get("options") == options

@@ -248,7 +248,8 @@ class CompiledStep:
         self._spec = spec_of("compile_step", model)
         self._dry_runs = DryRuns(step, of_parts)
         self._passed: tuple[Any, dict[str, Any], bool] = (lambda: None, {}, False)
-        if model.device.type == "cuda" and self._file is not None and self._file.is_empty():
+        is_new = self._file is not None and self._file.takes_parts and self._file.is_empty()
+        if is_new and model.device.type == "cuda":
             from dsv4_ops.lowering.workers import start_workers
 
             start_workers()  # the first call will need the workers
@@ -546,7 +547,7 @@ class CompiledStep:
     def _settings_of(self, name: str) -> dict[str, Any]:
         """Return the settings of ``torch.compile`` for a part; the caller's options come first."""
         settings = self.settings
-        is_inductor = settings.get("backend", "inductor") == "inductor" and "mode" not in settings
+        is_inductor = settings.get("backend", "inductor") == "inductor"
         if not (is_inductor and name in _OPTIONS and self._patched.device.type == "cuda"):
             return settings
         return {**settings, "options": {**_OPTIONS[name], **(settings.get("options") or {})}}
