@@ -139,8 +139,11 @@ NO_BLOCKS = "max_new_tokens must fit into the free blocks, 3 of 3, got tokens fo
 MOST = "batch size must be at most max_batch_size of the cache = {}, got {}"
 TWO = {"do_sample": True, "num_return_sequences": 2}
 FEW = {"num_blocks": 3, "max_cache_len": 600}
-ALL = f"the cache stores all tokens but the last, {PROMPT + NEW - 2} in all"
+ALL = f"the prompt has {PROMPT} tokens, and the cache stores all tokens but the last, "
+ALL += f"{PROMPT + NEW - 2} in all"
+NO_ROOM = f"cache must store the {PROMPT} tokens of the prompt, got max_cache_len = {PROMPT - 1}."
 REFUSED = {
+    "no room": (lambda: cache_of(max_cache_len=PROMPT - 1), {}, NO_ROOM),
     "too many new": (short, {}, f"max_new_tokens must be at most {NEW - 1} here: {ALL}, got {NEW}"),
     "too long": (
         short,

@@ -213,7 +213,8 @@ def prepare_cache(before: Method) -> Method:
             if isinstance(cache, PagedCache):
                 cache.raise_if_dropped()
                 asked = _asked(generation_config, max_cache_length + 1)
-                _reserve_rows(cache, rows, max_cache_length, asked, looked_up)
+                prompt = _prompt_length(generation_config, model_kwargs, max_cache_length)
+                _reserve_rows(cache, rows, prompt, max_cache_length, asked, looked_up)
         if call is not None and isinstance(cache, PagedCache):
             call.caches.append(cache)
             columns = getattr(generation_config, "_mask_length", 0)
@@ -232,12 +233,18 @@ def _chunk(
 
     The value is rounded up to a power of two, because each size of a cache needs its own graph.
     """
-    mask = model_kwargs.get(MASK)
-    columns = max_cache_len if mask is None else mask.shape[1]
-    prompt = getattr(generation_config, "_mask_length", columns)
+    prompt = _prompt_length(generation_config, model_kwargs, max_cache_len)
     most = min(prompt, generation_config.prefill_chunk_size or chunk_of(rows, max_cache_len))
     rounded: int = 1 << (most - 1).bit_length()
     return min(rounded, max_cache_len)
+
+
+def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any], longest: int) -> int:
+    """Return the columns of the prompts, or ``longest`` if the call says no length."""
+    mask = model_kwargs.get(MASK)
+    columns = longest if mask is None else mask.shape[1]
+    length: int = getattr(generation_config, "_mask_length", columns)
+    return length
 
 
 def chunk_of(rows: int, max_cache_len: int) -> int:
@@ -255,18 +262,27 @@ def _asked(generation_config: Any, max_length: int | None = None) -> tuple[str, 
 
 
 def _reserve_rows(
-    cache: PagedCache, rows: int, length: int, asked: tuple[str, int], drafts: int = 0
+    cache: PagedCache, rows: int, prompt: int, length: int, asked: tuple[str, int], drafts: int = 0
 ) -> None:
     """Add requests and blocks for all tokens of ``generate``, or raise and change nothing."""
     checks, (name, value) = Checks("generate"), asked
     length += drafts
     checks.at_most("batch size", rows, "max_batch_size of the cache", cache.max_batch_size)
     if length > cache.max_cache_len:
-        most = max(value + cache.max_cache_len - length, 0)
+        if prompt > cache.max_cache_len - drafts:
+            raise checks.error(
+                "cache",
+                must=f"store the {prompt} tokens of the prompt"
+                + (f" and {drafts} drafts" if drafts else ""),
+                got=f"max_cache_len = {cache.max_cache_len}",
+                do="Make the cache with a larger max_cache_len, or pass a shorter prompt",
+            )
+        most = value + cache.max_cache_len - length
         stored = f"all tokens but the last{f', and {drafts} drafts' if drafts else ''}"
         raise checks.error(
             name,
-            must=f"be at most {most} here: the cache stores {stored}, {cache.max_cache_len} in all",
+            must=f"be at most {most} here: the prompt has {prompt} tokens, and the cache stores "
+            f"{stored}, {cache.max_cache_len} in all",
             got=value,
             do=f"Pass a smaller {name}, or make the cache with a larger max_cache_len",
         )
@@ -336,7 +352,8 @@ def prefill(before: Method) -> Method:
             check_continues(input_ids, mask, cache)
         if before_inputs:
             length, asked = generation_config.max_length, _asked(generation_config)
-            _reserve_rows(cache, mask.shape[0], length - 1 + before_inputs, asked)
+            rows, prompt = mask.shape
+            _reserve_rows(cache, rows, prompt, length - 1 + before_inputs, asked)
         chunk_size, forward = generation_config.prefill_chunk_size, self.__call__
         if chunk_size and self._valid_auto_compile_criteria(model_kwargs, generation_config):
             forward = self.get_compiled_call(generation_config.compile_config)
