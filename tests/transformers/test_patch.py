@@ -170,7 +170,7 @@ REFUSED = {
     "V3.2: keys": (lambda: changed(V32, index_head_dim=64), EXACT, UNKNOWN,
      "config.index_head_dim must be 128, got"),
     "V3.2: rows": (V32, {**EXACT, "kv": "fp8"}, UNKNOWN,
-     "kv must be .*'fp8' unless kv_lora_rank is 512"),
+     "kv must be 'bf16' or 'fp32' unless kv_lora_rank is 512"),
     "GLM-5: kv": (GLM, {"kv": "ds_fp8"}, ValueError, "kv must be 'fp8' or .*, got 'ds_fp8'"),
     "GLM-5: query": (GLM, {**EXACT, "query": "fp8"}, UNKNOWN,
      "query must be None for glm_moe_dsa"),

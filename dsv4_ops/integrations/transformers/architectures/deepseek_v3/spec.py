@@ -604,12 +604,14 @@ def _check_sizes(op: str, config: Any, kv: str, layout: str) -> None:
         MlaDsFp8Layout.kv_lora_rank,
         MlaDsFp8Layout.width,
     ):
+        rank, rope = MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width - MlaDsFp8Layout.kv_lora_rank
+        others = "'fp8', 'bf16' or 'fp32'" if kv == "ds_fp8" else "'bf16' or 'fp32'"
         raise argument_error(
             op,
             "kv",
-            must=f"be another than {kv!r} unless kv_lora_rank is 512 with 64 rotated",
-            got=f"{kv!r} with kv_lora_rank {sizes[0]} and {config.qk_rope_head_dim} rotated",
-            do="Pass kv='bf16' or 'fp32'",
+            must=f"be {others} unless kv_lora_rank is {rank} and qk_rope_head_dim is {rope}",
+            got=f"{kv!r} with {config.kv_lora_rank} and {config.qk_rope_head_dim}",
+            do="Pass kv='bf16', say",
             kind=NotImplementedError,
         )
     if layout == MlaFp8Layout.tag and width % 16:
