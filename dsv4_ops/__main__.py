@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -145,12 +146,20 @@ def _serve(options: argparse.Namespace) -> int:
     from dsv4_ops.cli import serve
 
     settings = {name: value for name, value in vars(options).items() if name != "command"}
+
+    def named(error: Exception) -> str:
+        """Call options in an error what they are called on the command line."""
+        text = re.sub(rf"^serve: ({'|'.join(settings)}) must", r"serve: --\1 must", str(error))
+        for name in filter(lambda name: "_" in name, settings):
+            text = re.sub(rf"(?:--)?\b{name}\b", f"--{name.replace('_', '-')}", text)
+        return text
+
     try:
         server = serve.server(
             **settings, on_progress=lambda line: print(line, file=sys.stderr, flush=True)
         )
     except (ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(named(error), file=sys.stderr)
         return 1
     server.run()
     return 0

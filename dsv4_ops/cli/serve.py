@@ -16,15 +16,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("path", metavar="MODEL", help="folder or name of a model with a tokenizer")
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="0 takes a free port, default: %(default)s"
+    )
     parser.add_argument(
         "--quantized", action="store_true", help="load a released folder in its FP8 and FP4"
     )
-    parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--dtype", default="auto", help="default: that of the files")
-    parser.add_argument("--kv", default="fp8", help="keys in the cache, default: %(default)s")
-    parser.add_argument("--precision", default="serve", help="default: %(default)s")
-    parser.add_argument("--compile", metavar="BACKEND", help="compile the steps, with inductor say")
+    parser.add_argument("--device", help="cpu or cuda, default: a GPU if there is one")
+    parser.add_argument(
+        "--dtype", default="auto", help="bfloat16, float32 or float16, default: that of the files"
+    )
+    parser.add_argument(
+        "--kv",
+        default="fp8",
+        metavar="{fp8,bf16,fp32,ds_fp8}",
+        help="how keys are stored, default: %(default)s; ds_fp8 is for V3 and V2 only",
+    )
+    parser.add_argument(
+        "--precision",
+        default="serve",
+        metavar="{serve,reference}",
+        help="follow the official code, or Hugging Face's; default: %(default)s",
+    )
+    parser.add_argument(
+        "--compile", metavar="BACKEND", help="compile the steps with inductor, default: do not"
+    )
     for name, default, text in (
         ("max-cache-len", 8192, "tokens of a request"),
         ("max-requests", 32, "requests of a step"),

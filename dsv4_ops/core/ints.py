@@ -49,13 +49,16 @@ def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> 
                 do=f"Pass {plain_int(minimum)} or more",
             )
         if _known_above(value, most):
-            of_indices = "Indices are int32, so that larger ones address nothing"
+            known = {
+                INT32_MAX: "Indices are int32, so that larger ones address nothing",
+                INT64_MAX: "Numbers are int64",
+            }
             raise argument_error(
                 op,
                 name,
                 must=f"be at most {most}",
                 got=plain_int(value),
-                do=of_indices if most == INT32_MAX else "Numbers are int64",
+                do=known.get(most, f"Pass {most} or less"),
             )
 
 

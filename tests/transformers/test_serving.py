@@ -127,14 +127,9 @@ def texts(folder):
 
     def text(prompt, limit=8):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=limit,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        settings |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": limit}
+        out = model.generate(ids, **settings)
         return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
     return text
@@ -199,42 +194,14 @@ def test_a_temperature_samples_and_no_value_of_it_ends_the_server(server, texts)
 
 
 @needs_server
-def test_responses_stream_where_a_client_asks(server):
-    body = {"input": "one", "max_output_tokens": 4}
-    status, answer = post(server, "/v1/responses", body)
-    assert (status, answer["object"]) == (200, "response")
-    assert isinstance(post(server, "/v1/responses", body | {"stream": True})[1], str)
-
-
-@needs_server
-@pytest.mark.parametrize(
-    ("path", "device", "text"),
-    [
-        *((path, None, "MODEL must be a folder, or a name") for path in ("a", "./a", "a/b/c")),
-        ("a/b", "cuda:9", "device must be one"),
-    ],
-)
-def test_paths_and_devices_are_checked_before_a_load(serve, path, device, text, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match=f"serve: {text}"):
-        serve.server(path, device=device)
-
-
-@needs_server
-def test_settings_and_the_tokenizer_are_checked_before_a_load(serve, folder, tmp_path):
-    shutil.copy(f"{folder}/config.json", tmp_path)
-    with pytest.raises(ValueError, match="serve: kv must be"):
-        serve.server(str(tmp_path), kv="fp7")
-    with pytest.raises(ValueError, match="serve: MODEL must have a tokenizer, got"):
-        serve.server(str(tmp_path))
-
-
-@needs_server
 def test_other_routes(server, texts, folder):
     status, answer = post(server, TEXT, {"prompt": "The sky", "max_tokens": 8})
     assert (status, answer["choices"][0]["text"]) == (200, texts("The sky"))
-    assert post(server, CHAT, chat("one", n=1, logprobs=False))[0] == 200
-    body = {"input": "one", "max_output_tokens": 8, "stream": False}
+    path = Path(folder)
+    for name in (path.name, f"{path}/", f"{path.parent}/./{path.name}"):
+        assert post(server, CHAT, chat("x", n=1, logprobs=False, model=name))[0] == 200
+    body = {"input": "one", "max_output_tokens": 8}
+    assert isinstance(post(server, "/v1/responses", body | {"stream": True})[1], str)
     status, answer = post(server, "/v1/responses", body)
     (message,) = answer["output"]
     assert (status, message["content"][0]["text"]) == (200, texts("user: one\n"))
@@ -280,32 +247,37 @@ def test_tools_come_into_a_prompt_whose_template_has_them(server, monkeypatch):
 
 
 @needs_server
-def test_a_client_may_name_the_folder(server):
-    path = Path(server.path)
-    for name in (path.name, f"{path}/", f"{path.parent}/./{path.name}"):
-        assert post(server, CHAT, chat("x", model=name))[0] == 200
-
-
-@needs_server
 def test_openai_s_client(server, texts):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=30)
     answer = client.chat.completions.create(model=server.path, **chat("one"), temperature=0)
     assert answer.choices[0].message.content == texts("user: one\n")
-    with pytest.raises(openai.BadRequestError, match="The prompt must have at most max_cache_len"):
+    with pytest.raises(openai.BadRequestError, match="The prompt must have at most 100 tokens"):
         client.chat.completions.create(model=server.path, **chat("x" * 200))
 
 
-LONG = "at most max_cache_len = 100 tokens, got 102. Send a shorter"
+LONG = (
+    "The prompt must have at most 100 tokens, which the server's cache stores, got 102. "
+    "Send a shorter one, or start the server with a larger --max-cache-len."
+)
+ROLES = "messages must be a list of messages, each with a role, and a text or parts, got "
 BAD = [
     (CHAT, b"{not json", "JSON"),
     (CHAT, b"[1]", "dictionary"),
-    (CHAT, {}, "got KeyError: 'messages'."),
-    (CHAT, {"messages": "text"}, "The body must be a request of OpenAI's API, got"),
-    (CHAT, {"messages": [{"role": "user"}]} | {"max_tokens": "many"}, "invalid literal"),
-    (CHAT, chat("x") | {"max_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-    (CHAT, chat("x") | {"max_tokens": -3}, "max_new_tokens must be at least 1, got -3"),
-    (CHAT, chat("x", generation_config="{"), "got JSONDecodeError"),
+    (CHAT, {}, ROLES + "nothing."),
+    *((CHAT, {"messages": value}, ROLES) for value in ("a", [], [5], [{"role": 5}])),
+    *((CHAT, chat(value), ROLES) for value in (5, [5], [{"text": "x"}])),
+    *((CHAT, chat("x") | {name: value}, f"{name} must be {rule}, got {json.dumps(value)}.")
+      for name, rule, *values in (
+          ("max_tokens", "an integer of at least 1", "x", "5", 1.5, True, 0, -3),
+          ("max_completion_tokens", "an integer of at least 1", []),
+          ("temperature", "a number", "x", True), ("top_p", "a number", {}),
+          ("seed", "an integer of 64 bits", "x", 1.5, 2**63), ("stream", "true or false", "x", 1),
+          ("model", "a string", 5), ("chat_template_kwargs", "an object", [1]),
+          ("tools", "a list of objects", "x", [5]),
+          ("generation_config", "a string that holds a JSON object", {}, "{", "[]"))
+      for value in values),
+    (CHAT, chat("x", generation_config='{"top_k": "x"}'), "generation_config.top_k must be an int"),
     (CHAT, chat("x", tools=[TOOL]), "tools must be left out: the model's chat template"),
     (CHAT, chat([{"type": "image_url", "image_url": {}}]), "text, got image_url."),
     (CHAT, chat("x", max_tokens=None, generation_config='{"max_length": 8}'),
@@ -314,7 +286,11 @@ BAD = [
     (CHAT, chat("x" * 95), LONG),
     (CHAT, chat("x" * 95, stream=True), LONG),
     (TEXT, {"prompt": ""}, "The prompt must have at least one token."),
-    (TEXT, {"prompt": 5}, "prompt must be a string"),
+    (TEXT, {"prompt": 5}, "prompt must be a text, tokens, or a list of these, got 5."),
+    (TEXT, {"prompt": "x", "suffix": 5}, "suffix must be a string, got 5."),
+    *(("/v1/responses", body, f"input must be a text, or a list of messages, got {got}")
+      for body, got in (({}, "nothing"), ({"input": [5]}, "[5]"), ({"input": 5}, "5"))),
+    ("/v1/responses", {"input": "x", "max_output_tokens": "x"}, "max_output_tokens must be an int"),
     (TEXT, {"prompt": []}, "prompt must be a text, tokens, or a list of these."),
     (TEXT, {"prompt": ["x", 5]}, "prompt must be a text, tokens, or a list of these."),
     (TEXT, {"prompt": ["x", ""]}, "The prompt must have at least one token"),
@@ -474,11 +450,63 @@ def test_a_server_whose_steps_fail_says_so(server, monkeypatch):
         urllib.request.urlopen(server.url + "/health", timeout=10)
 
 
-def test_the_command_names_what_is_missing(capsys, monkeypatch, folder):
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.18.0")
+KNOWN = "a folder, or a name of the Hub such as deepseek-ai/DeepSeek-V3, got"
+REFUSED = {
+    **{path: f"MODEL must be {KNOWN} '{path}'. Name a" for path in ("a", "./a", "a/b/c", "no/a/b")},
+    "a/b --device cuda:99": "--device must be one",
+    "{plain} --port 99999999": "--port must be at most 65535, got 99999999. Pass 65535 or less.",
+    "{plain} --port -1": "--port must be at least 0, got -1. Pass 0 or more.",
+    "{plain} --port {port}": "--port must be free to listen at, got ",
+    "{plain} --host 192.0.2.1": "--host must be an address of this machine, got '192.0.2.1': ",
+    "{plain} --max-cache-len 0": "--max-cache-len must be at least 1, got 0.",
+    "{plain} --max-cache-len 99999999999": "--max-cache-len must be at most 2147483647, got 9",
+    "{plain} --max-requests 16384": "--max-requests must be at most 16383, got 16384. Pass 16383",
+    "{plain} --num-blocks 2147483647": "--num-blocks must leave memory on cpu, which has ",
+    "{plain} --dtype int8": "--dtype must be auto, bfloat16, float16 or float32, got int8. Leave",
+    "{plain} --kv none": "--kv must be 'fp8' or ",
+    "{plain} --precision none": "--precision must be 'serve' or 'reference', got 'none'.",
+    "{plain} --compile none": "--compile must be a backend of torch.compile (cudagraphs, inductor",
+    "{plain} --quantized": "--quantized must be left out for plain weights, got {plain}, whose con",
+    "{fp8}": "--quantized must be set for FP8 weights on cpu, got False. Start the server with it.",
+    "{fp8} --quantized": "MODEL must have a tokenizer, got {fp8}, whose tokenizer does not load.",
+}
+
+
+@needs_server
+@pytest.mark.parametrize("words", REFUSED)
+def test_settings_are_refused_before_a_model_is_loaded(
+    server, words, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = {"plain": folder, "fp8": tmp_path, "port": server.url.rpartition(":")[2]}
+    assert main(["serve", "--device", "cpu", *words.format(**names).split()]) == 1
+    assert capsys.readouterr().err.startswith(f"serve: {REFUSED[words].format(**names)}")
+
+
+def test_help_shows_the_values_of_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    values = r"--kv \{fp8,bf16,fp32,ds_fp8\}.*--precision \{serve,reference\}"
+    assert re.search(values, capsys.readouterr().out, re.S)
+
+
+PACKAGES = {
+    "transformers.__version__": ("5.18.0", "transformers must be 5.19 or newer for continuous"),
+    "transformers.utils.import_utils.is_serve_available": (lambda: False, "fastapi, uvicorn, pydan"
+    f"tic and openai must be installed, got not all of them. {install_extra('serve')}."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_command_names_what_is_missing(name, capsys, monkeypatch, folder):
+    if not SERVES and name != "transformers.__version__":
+        pytest.skip("transformers is refused by name")
+    monkeypatch.setattr(name, PACKAGES[name][0])
     assert main(["serve", folder]) == 1
-    rule = "serve: transformers must be 5.19 or newer for continuous batching, got 5.18.0."
-    assert capsys.readouterr().err.startswith(rule)
+    assert capsys.readouterr().err.startswith(f"serve: {PACKAGES[name][1]}")
 
 
 @needs_server
@@ -496,36 +524,8 @@ def test_the_command_serves_until_it_is_interrupted(folder):
         assert process.wait(20) == 0
 
 
-@needs_server
-def test_packages_that_are_missing_are_named(capsys, monkeypatch, folder):
-    from transformers.utils import import_utils
-
-    monkeypatch.setattr(import_utils, "is_serve_available", lambda: False)
-    assert main(["serve", folder]) == 1
-    rule = "serve: fastapi, uvicorn, pydantic and openai must be installed, got not all of them. "
-    assert capsys.readouterr().err == rule + f"{install_extra('serve')}.\n"
-
-
-@needs_server
-@pytest.mark.usefixtures("serve")
-@pytest.mark.parametrize("option", ["kv", "precision"])
-def test_what_a_model_lacks_is_refused_before_it_is_loaded(option, folder, capsys, monkeypatch):
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
-    assert main(["serve", folder, f"--{option}", "none"]) == 1
-    assert f"serve: {option} must be " in capsys.readouterr().err
-
-
-@needs_server
-@pytest.mark.usefixtures("serve")
-def test_a_model_that_is_not_there(capsys):
-    assert main(["serve", str(Path("no") / "such" / "folder")]) == 1
-    assert "no/such/folder" in capsys.readouterr().err
-
-
 def test_the_tiny_checkpoint_has_a_tokenizer(tmp_path):
     """A token is a byte: "!" has the first id after the special tokens, "H" is 39 later."""
-    from transformers import AutoTokenizer
-
     from dsv4_ops.cli import checkpoint
 
     checkpoint.write(str(tmp_path), "instruct", 0, 1)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
 import itertools
 import json
 import logging
 import math
+import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -34,10 +37,13 @@ from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error, kind_of
+from dsv4_ops.core.ints import INT64_MAX
+from dsv4_ops.core.types import MAX_REQUESTS
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 from dsv4_ops.integrations.transformers.batching.hooks import max_length
 from dsv4_ops.integrations.transformers.batching.manager import NEUTRAL
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, format_bytes
 from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
 from dsv4_ops.integrations.transformers.loading.quantized import load_quantized
 from dsv4_ops.integrations.transformers.patch import patch
@@ -139,9 +145,11 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         compile: str | None = None,
         on_progress: Callable[[str], None] = _log.info,
     ) -> None:
-        sizes = {"max_cache_len": max_cache_len, "max_requests": max_requests}
         checks = Checks(OP)
-        checks.at_least(1, **sizes, max_batch_tokens=max_batch_tokens, max_queue=max_queue)
+        checks.at_least(
+            1, max_cache_len=max_cache_len, max_batch_tokens=max_batch_tokens, max_queue=max_queue
+        )
+        checks.at_least(1, most=MAX_REQUESTS, max_requests=max_requests)
         if num_blocks is not None:
             checks.at_least(1, num_blocks=num_blocks)
         checks.at_least(0, most=65535, port=port)
@@ -149,11 +157,10 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         if not isinstance(host, str):
             got = kind_of(host)
             raise checks.error("host", must="be a str", got=got, do="Pass 127.0.0.1, say")
-        is_dtype = isinstance(getattr(torch, str(dtype), None), torch.dtype)
-        if not isinstance(dtype, torch.dtype) and dtype != "auto" and not is_dtype:
-            raise checks.error(
-                "dtype", must="be the name of one of torch", got=repr(dtype), do="Leave it out"
-            )
+        found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+        if dtype != "auto" and found not in (torch.bfloat16, torch.float16, torch.float32):
+            must = "be auto, bfloat16, float16 or float32"
+            raise checks.error("dtype", must=must, got=dtype, do="Leave it out")
         if not callable(on_progress):
             got = kind_of(on_progress)
             raise checks.error("on_progress", must="be a function", got=got, do="Pass print, say")
@@ -169,10 +176,20 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         )
         # check now, because loading takes minutes
         read = AutoConfig.from_pretrained(path)
-        spec_of_config(OP, read, **self._patch)
+        spec = spec_of_config(OP, read, **self._patch)
+        self._check_precision(checks, read, device)
+        _check_address(checks, host, port)
+        raised = "max_cache_len"
         if max_cache_len > read.max_position_embeddings:
-            max_cache_len = read.max_position_embeddings
+            max_cache_len, raised = read.max_position_embeddings, ""
             on_progress(f"max_cache_len is {max_cache_len}, the model's max_position_embeddings")
+        blocks = -(-max_cache_len // spec.block_tokens)
+        most = max_requests * max_cache_len  # no step has more tokens
+        max_batch_tokens = min(max_batch_tokens, most)
+        rows, chunk = min(max_requests, max_batch_tokens), min(max_batch_tokens, max_cache_len)
+        sizes = {"max_batch_size": rows, "max_cache_len": max_cache_len, "max_chunk": chunk}
+        if num_blocks is not None or torch.device(device).type == "cpu":
+            self._check_memory(checks, read, device, num_blocks or rows * blocks, sizes)
         models = self._model_manager
         # otherwise Hugging Face would load its own class at the next request for the model
         models.force_model, models.model_timeout = path, -1
@@ -183,7 +200,6 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         models.list_models = models.get_gen_models = lambda: [listed]
         name = self._name_of_model()
         model, self._tokenizer = models.load_model_and_processor(name)
-        blocks = -(-max_cache_len // model.dsv4_ops_spec.block_tokens)
         config = ContinuousBatchingConfig(
             num_blocks=num_blocks,
             max_blocks_per_request=blocks,
@@ -197,10 +213,12 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
                 on_part = self._compiles(step.__name__)
                 compiled_step(model, step, config.varlen_compile_config, on_part)
         self.manager = model.init_continuous_batching(_shared(model), config)
+        if self.manager.most_tokens < max_cache_len:
+            raised = "" if num_blocks is None else "num_blocks"
         self.manager.most_tokens = min(self.manager.most_tokens, max_cache_len)
         self.manager.start()
         state = self._generation_state
-        state._cb_model_id, state._cb_manager = name, Batches(self.manager, max_queue)
+        state._cb_model_id, state._cb_manager = name, Batches(self.manager, max_queue, raised)
         on_progress(f"{self.manager.paged}")
         if compile is not None:
             try:
@@ -250,6 +268,49 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             model = architecture.from_pretrained(self.path, **self._place).eval()
         return patch(model, **self._patch)
 
+    def _check_precision(self, checks: Checks, config: Any, device: Any) -> None:
+        """Refuse ``quantized`` for plain weights, and FP8 weights that only ``load_quantized`` can
+        load."""
+        stored = getattr(config, "quantization_config", None)
+        if self.quantized and stored is None:
+            raise checks.error(
+                "quantized",
+                must="be left out for plain weights",
+                got=f"{self.path}, whose config has no quantization_config",
+                do="Start the server without it",
+            )
+        # on a CPU Hugging Face dequantises V4, and fails at a scale of half a block in V3
+        loads = torch.device(device).type == "cuda" or config.model_type == "deepseek_v4"
+        if not self.quantized and not loads and (stored or {}).get("quant_method") == "fp8":
+            raise checks.error(
+                "quantized",
+                must=f"be set for FP8 weights on {device}",
+                got=False,
+                do="Start the server with it",
+            )
+
+    def _check_memory(
+        self, checks: Checks, config: Any, device: Any, num_blocks: int, sizes: dict[str, int]
+    ) -> None:
+        """Refuse a cache that is larger than the memory of the device, without the weights."""
+        settings: dict[str, Any] = {**sizes, **self._patch, "device": "meta"}
+        one, two = (
+            sum(PagedCache(config, num_blocks=n, **settings).memory().values()) for n in (1, 2)
+        )
+        needed = one + (num_blocks - 1) * (two - one)
+        if torch.device(device).type == "cuda":
+            memory = torch.cuda.mem_get_info(device)[0]
+        else:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > memory:
+            raise checks.error(
+                "num_blocks",
+                must=f"leave memory on {device}, which has {format_bytes(memory)}",
+                got=f"{num_blocks} blocks and {sizes['max_batch_size']} requests, which take "
+                f"{format_bytes(needed)}",
+                do="Pass a smaller max_cache_len, max_requests or num_blocks",
+            )
+
     def _only_own(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """Let ``load``, which loads the processor, refuse other models: ``_load`` runs only after
         it."""
@@ -286,13 +347,14 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             path.exists() and path.resolve() == Path(name).resolve()
         )
 
-    def _checked(self, handler: Any) -> Callable[..., Any]:
+    def _checked(self, handler: Any, needed: str) -> Callable[..., Any]:
         """Answer with HTTP 400 if Hugging Face's handler cannot read a body, or would ignore a
         field."""
         handle, ignored = handler.handle_request, handler._unused_fields
 
         async def run(body: Any, request_id: str) -> Any:
             try:
+                _check_types(body, needed)
                 _check_fields(body, ignored, self._tokenizer)
                 kinds = {
                     part["type"]
@@ -329,8 +391,12 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
     def _harden(self, max_queue: int) -> None:
         """Answer bad requests with clear errors, and cancel the requests of clients that
         disconnect."""
-        for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler.handle_request = self._checked(handler)
+        for handler, needed in (
+            (self._chat_handler, "messages"),
+            (self._completion_handler, "prompt"),
+            (self._response_handler, "input"),
+        ):
+            handler.handle_request = self._checked(handler, needed)
             handler._build_generation_config = _sampled(handler._build_generation_config)
         answer = self._completion_handler.handle_request
         self._completion_handler.handle_request = _for_each_prompt(answer, max_queue)
@@ -357,12 +423,15 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
     Args:
         manager: The manager, already started.
         max_queue: Maximum requests that wait or run.
+        raised: The setting of ``Server`` that must be larger for longer prompts, or "".
     """
 
-    def __init__(self, manager: Any, max_queue: int) -> None:
+    def __init__(self, manager: Any, max_queue: int, raised: str) -> None:
         super().__init__()
         self._cb = Requests(manager)
         self.max_queue, self._count = max_queue, itertools.count()
+        option = f"--{raised.replace('_', '-')}"
+        self._remedy = f", or start the server with a larger {option}" if raised else ""
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Refuse settings that cannot differ between the requests of a batch."""
@@ -415,8 +484,8 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
         if most_new < 1:
             raise HTTPException(
                 400,
-                f"The prompt must have at most max_cache_len = {self._cb.most_tokens} tokens, "
-                f"got {len(prompt)}. Send a shorter one.",
+                f"The prompt must have at most {self._cb.most_tokens} tokens, which the server's "
+                f"cache stores, got {len(prompt)}. Send a shorter one{self._remedy}.",
             )
         wanted, longest = gen_config.max_new_tokens, max_length(gen_config)
         if longest is not None:
@@ -564,6 +633,22 @@ class Disconnects:
             left.cancel()
 
 
+def _check_address(checks: Checks, host: str, port: int) -> None:
+    """Raise if the server could not listen at an address."""
+    name, must, do = "host", "be an address of this machine", "Pass 127.0.0.1, or 0.0.0.0 for all"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        got = f"{host!r}: {error}"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            name, must, do = "port", "be free to listen at", "Pass another, or 0 for a free one"
+            got = f"{port}: {error}"
+        raise checks.error(name, must=must, got=got, do=do) from error
+
+
 @contextmanager
 def _client_errors() -> Iterator[None]:
     """Turn the errors of ``add_request`` into HTTP errors."""
@@ -571,6 +656,105 @@ def _client_errors() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise HTTPException(400, str(error)) from error
+
+
+def _check_types(body: dict[str, Any], needed: str) -> None:
+    """Refuse values that no request of OpenAI's API has, and a body without the field
+    ``needed``."""
+    if body.get(needed) is None:
+        raise HTTPException(400, f"{needed} must be {_TYPES[needed][0]}, got nothing.")
+    _check_values(body, _TYPES, "")
+    if body.get("generation_config") is not None:
+        _check_values(json.loads(body["generation_config"]), _SETTINGS, "generation_config.")
+
+
+def _check_values(fields: dict[str, Any], types: dict[str, _Type], owner: str) -> None:
+    for name, (rule, holds) in types.items():
+        value = fields.get(name)
+        if value is not None and not holds(value):
+            got = json.dumps(value)
+            got = got if len(got) <= 60 else f"{got[:60]}..."
+            raise HTTPException(400, f"{owner}{name} must be {rule}, got {got}.")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < INT64_MAX)
+
+
+def _is_item(value: Any) -> bool:
+    """Whether ``value`` may be a message, or another item of a conversation."""
+    content = value.get("content") if isinstance(value, dict) else 0
+    return (
+        content is None
+        or isinstance(content, str)
+        or (
+            isinstance(content, list)
+            and all(
+                isinstance(part, dict) and isinstance(part.get("type"), str) for part in content
+            )
+        )
+    )
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(_is_item(each) and isinstance(each.get("role"), str) for each in value)
+    )
+
+
+def _is_json_object(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and isinstance(json.loads(value), dict)
+    except ValueError:
+        return False
+
+
+def _is_type(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
+
+
+def _is_int(least: int, most: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+_Type = tuple[str, Callable[[Any], bool]]
+_COUNT: _Type = ("an integer of at least 1", _is_int(1))
+_NUMBER: _Type = ("a number", _is_number)
+_STRING: _Type = ("a string", _is_type(str))
+
+_TYPES: dict[str, _Type] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _COUNT),
+    **dict.fromkeys(("temperature", "top_p"), _NUMBER),
+    **dict.fromkeys(("model", "instructions", "suffix"), _STRING),
+    "seed": ("an integer of 64 bits", _is_int(-INT64_MAX, INT64_MAX)),
+    "stream": ("true or false", _is_type(bool)),
+    "chat_template_kwargs": ("an object", _is_type(dict)),
+    "generation_config": ("a string that holds a JSON object", _is_json_object),
+    "messages": ("a list of messages, each with a role, and a text or parts", _are_messages),
+    "prompt": ("a text, tokens, or a list of these", _is_type(str)),
+    "input": (
+        "a text, or a list of messages",
+        lambda value: (
+            isinstance(value, str)
+            or (isinstance(value, list) and bool(value) and all(map(_is_item, value)))
+        ),
+    ),
+    "tools": (
+        "a list of objects",
+        lambda value: isinstance(value, list) and all(map(_is_type(dict), value)),
+    ),
+}
+"""Rule of each field of a request, in words and as a function."""
+
+_SETTINGS: dict[str, _Type] = {
+    **dict.fromkeys(("max_new_tokens", "max_length"), _COUNT),
+    **dict.fromkeys(("temperature", "top_p"), _NUMBER),
+    "top_k": ("an integer of at least 0", _is_int(0)),
+    "do_sample": ("true or false", _is_type(bool)),
+}
+"""Rule of each setting of a request's ``generation_config`` that we read."""
 
 
 def _check_fields(body: Any, ignored: Collection[str], tokenizer: Any) -> None:
@@ -617,9 +801,7 @@ def _for_each_prompt(answer: Callable[..., Any], max_prompts: int) -> Callable[.
             return await answer(body, request_id)
         prompts = [prompt] if prompt and all(map(_is_token, prompt)) else prompt
         if not prompts or not all(map(_is_prompt, prompts)):
-            raise HTTPException(
-                400, "prompt must be a text, tokens, or a list of these. Send a text."
-            )
+            raise HTTPException(400, f"prompt must be {_TYPES['prompt'][0]}. Send a text.")
         if len(prompts) > max_prompts:  # check first: tokenising holds up other requests
             raise HTTPException(
                 400,

@@ -195,12 +195,13 @@ def check_settings(op: str, settings: dict[str, Any]) -> None:
 
 def check_backend(op: str, name: str, backend: Any) -> None:
     """Raise if ``torch.compile`` does not know a backend."""
-    known = torch.compiler.list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(exclude_tags=())  # also those that only debug
     if not callable(backend) and not (isinstance(backend, str) and backend in known):
+        names = ", ".join(torch.compiler.list_backends())
         raise argument_error(
             op,
             name,
-            must=f"be a function, or a backend of torch, {', '.join(known)}",
+            must=f"be a backend of torch.compile ({names}), or a function",
             got=repr(backend),
             do="Pass inductor",
         )
