@@ -21,14 +21,14 @@ class Lane(NamedTuple):
 
 LANES = {
     "oldest": Lane("2.11", "3.6", "5.17"),
-    "middle": Lane("2.13", "3.7", "5.20"),
+    "middle": Lane("2.13", "3.7", "5.19"),  # what vLLM 0.32 takes
     "torch-2.11": Lane("2.11", "3.6", "5.24"),
     "torch-2.12": Lane("2.12", "3.7", "5.24"),
     "torch-2.13": Lane("2.13", "3.7", "5.24"),
     "torch-2.14": Lane("2.14", "3.8", "5.24"),
     "newest": Lane("2.15", "3.9", "5.24"),
     "transformers-5.18": Lane("2.12", "3.7", "5.18"),
-    "transformers-5.19": Lane("2.14", "3.8", "5.19"),
+    "transformers-5.20": Lane("2.14", "3.8", "5.20"),  # what vLLM 0.33 takes
     "transformers-5.21": Lane("2.15", "3.9", "5.21"),
     "transformers-5.22": Lane("2.11", "3.6", "5.22"),
     "transformers-5.23": Lane("2.15", "3.9", "5.23"),
