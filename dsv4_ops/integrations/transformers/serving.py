@@ -120,7 +120,9 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
 
     Raises:
         ImportError: a package of the extra ``serve`` is missing.
-        ValueError, TypeError, NotImplementedError: see ``patch`` and ``init_continuous_batching``.
+        ValueError, TypeError, NotImplementedError: see ``patch`` and ``init_continuous_batching``;
+            or the address is not free, the cache exceeds the memory, or ``quantized`` does not
+            match the weights.
 
     Attributes:
         manager: Hugging Face's manager of all requests.
