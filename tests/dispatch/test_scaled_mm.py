@@ -72,29 +72,20 @@ def test_products_of_groups_are_those_of_the_reference(on_cpu, num_tokens):
     assert torch.equal(given, found)
 
 
-def test_rows_of_scales_that_torch_would_pad_are_refused(on_cpu):
-    with pytest.raises(NotImplementedError) as error:
-        ops.fp8_linear(*call(3, 128, 384), **W8A8)
-    assert str(error.value) == (
-        "fp8_linear: impl must be 'auto', 'triton' or 'reference' with in_features 384, got "
-        "'scaled_mm'. "
-        "scaled_mm takes multiples of 512."
-    )
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("columns", "settings", "message"),
     [
-        ({"activations": "bf16"}, "with activations 'bf16', got 'scaled_mm'. scaled_mm multiplies "
-         "FP8 by FP8."),
-        ({"out_dtype": torch.float32}, "with out_dtype torch.float32, got 'scaled_mm'. scaled_mm "
-         "returns torch.bfloat16."),
+        (384, {}, "with in_features 384, got 'scaled_mm'. scaled_mm takes multiples of 512."),
+        (512, {"activations": "bf16"}, "with activations 'bf16', got 'scaled_mm'. scaled_mm "
+         "multiplies FP8 by FP8."),
+        (512, {"out_dtype": torch.float32}, "with out_dtype torch.float32, got 'scaled_mm'. "
+         "scaled_mm returns torch.bfloat16."),
     ],
-    ids=["bf16", "float32"],
+    ids=["scales that torch would pad", "bf16", "float32"],
 )  # fmt: skip
-def test_what_it_does_not_take_is_refused(on_cpu, settings, message):
+def test_what_it_does_not_take_is_refused(on_cpu, columns, settings, message):
     with pytest.raises(NotImplementedError) as error:
-        ops.fp8_linear(*call(3), **{**W8A8, **settings})
+        ops.fp8_linear(*call(3, 128, columns), **{**W8A8, **settings})
     assert str(error.value) == f"fp8_linear: impl must be 'auto', 'triton' or 'reference' {message}"
 
 
