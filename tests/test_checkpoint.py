@@ -10,16 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dsv4_ops.__main__ import main
 from dsv4_ops.checkpoint import format as checkpoint
-from dsv4_ops.checkpoint.format import (
-    check_checkpoint,
-    draft_tensors,
-    released_tensors,
-    weight_bytes,
-)
+from dsv4_ops.checkpoint.format import check_checkpoint, released_tensors, weight_bytes
 from dsv4_ops.testing import checkpoint as testing_checkpoint
 from dsv4_ops.testing.checkpoint import FLASH, PRO, TINY, quantize_fp4, tensors, write_checkpoint
 from dsv4_ops.testing.float64.experts import fp4_values
@@ -45,14 +40,8 @@ def test_flash_has_the_tensors_that_its_headers_were_seen_with():
     found = released_tensors(FLASH)
     assert len(found) == 69_187
     assert sum(map(num_bytes, found.values())) == 159_609_485_896
-    assert Counter(info.dtype for info in found.values()) == {
-        "I8": 33_792,
-        "F8_E8M0": 34_167,
-        "F8_E4M3": 375,
-        "BF16": 433,
-        "F32": 417,
-        "I64": 3,
-    }
+    counts = {"I8": 33_792, "F8_E8M0": 34_167, "F8_E4M3": 375, "BF16": 433, "F32": 417, "I64": 3}
+    assert Counter(info.dtype for info in found.values()) == counts
     draft = [name for name in found if name.startswith("mtp.")]
     assert len(draft) == 1575
     assert found["layers.2.attn.wo_a.scale"].shape == (64, 32)
@@ -90,9 +79,7 @@ def test_weights_on_each_gpu():
         (PRO, {8: (129.8, 111.1), 16: (78.3, 58.2)}),
     ):
         for gpus, expected in sizes.items():
-            parts = (
-                weight_bytes(config, num_gpus=gpus, split_heads=each) for each in (False, True)
-            )
+            parts = (weight_bytes(config, num_gpus=gpus, split_heads=on) for on in (False, True))
             found = [sum(each.values()) / 1e9 for each in parts]
             assert tuple(round(each, 1) for each in found) == expected
     parts = weight_bytes(FLASH, num_gpus=4, split_heads=True)
@@ -196,8 +183,6 @@ SCALE = "layers.0.attn.wq_b.scale"
 
 def changed(path, name, value):
     """Replace the checkpoint's tensor ``name``, or remove it if ``value`` is None."""
-    from safetensors.torch import load_file, save_file
-
     index = json.loads((path / "model.safetensors.index.json").read_text())
     file = path / index["weight_map"].get(name, "model-00001-of-00002.safetensors")
     held = load_file(file)
@@ -441,7 +426,7 @@ def fuzzed(tmp_path_factory):
 
 
 def accepts_all(path):
-    accepts(partial(draft_tensors, op="load_mtp"), path, "load_mtp")
+    accepts(partial(checkpoint.draft_tensors, op="load_mtp"), path, "load_mtp")
     return accepts(check_checkpoint, path)
 
 
