@@ -51,17 +51,9 @@ def scheduled(kernel, given, programs, device="cpu", widths=WIDTHS, at_once=None
     found = torch.full((programs, 4), -7, dtype=torch.int32, device=device)
     combines = torch.full((tokens + 1, 4), -7, dtype=torch.int32, device=device)
     tensors = [i32(values).to(device) for values in given[:3]]
-    kernel[(programs, 1)](
-        found,
-        combines,
-        *tensors,
-        *widths,
-        given[3],
-        tokens,
-        programs if at_once is None else at_once,
-        TOKENS=next(lanes for lanes in (32, 64, 128, 256) if lanes >= tokens),
-        num_warps=4,
-    )
+    sizes = (*widths, given[3], tokens, programs if at_once is None else at_once)
+    lanes = next(each for each in (32, 64, 128, 256) if each >= tokens)
+    kernel[(programs, 1)](found, combines, *tensors, *sizes, TOKENS=lanes, num_warps=4)
     rows = [tuple(row) if row[0] < tokens else None for row in found.tolist()]
     count = int(combines[0, 0])
     listed = [tuple(row) for row in combines[1 : count + 1, :3].tolist()]
