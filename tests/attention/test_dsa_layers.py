@@ -54,14 +54,8 @@ def call_of(spec, num_tokens=TOKENS, padding=0, **changed):
     return partial(attention.dsa_layer, spec, **{**arguments, **changed}), arguments["cache"]
 
 
-ROWS_656 = replace(
-    SPEC,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    layout="mla_ds_fp8",
-    dtype=torch.bfloat16,
-    indexer_layout="v4_indexer_fp8",
-)
+FP8 = {"layout": "mla_ds_fp8", "indexer_layout": "v4_indexer_fp8", "dtype": torch.bfloat16}
+ROWS_656 = replace(SPEC, kv_lora_rank=512, qk_rope_head_dim=64, **FP8)
 
 
 @pytest.mark.parametrize("spec", [SPEC, ROWS_656], ids=["plain", "FP8"])

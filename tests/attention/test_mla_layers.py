@@ -81,15 +81,8 @@ def test_decode_tokens_beyond_the_capacity_count_as_prefills():
 
 def test_one_layer_by_hand():
     """Latents (1, 2) and (4, 0) have values 3 c0 + c1 of 5 and 12; scores 0 and ln 3 give 10.25."""
-    spec = dataclasses.replace(
-        SPEC,
-        num_heads=1,
-        softmax_scale=1.0,
-        qk_nope_head_dim=2,
-        qk_rope_head_dim=2,
-        v_head_dim=1,
-        kv_lora_rank=2,
-    )
+    sizes = {"num_heads": 1, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 1}
+    spec = dataclasses.replace(SPEC, softmax_scale=1.0, kv_lora_rank=2, **sizes)
     weight = torch.tensor([[2.0, 0.0], [1.0, -1.0], [3.0, 1.0]])
     halves = split_kv_b_proj(weight, num_heads=1, qk_nope_head_dim=2, v_head_dim=1)
     weights = MlaWeights(torch.tensor([[1.0, 0.0]] * 4), *halves, weight)
