@@ -125,12 +125,6 @@ def test_views_that_hide_that_they_share_memory_are_refused() -> None:
     hidden = torch.from_dlpack(states)
     with pytest.raises(ValueError, match=r"^check_apart: \w+ must share no memory with \w+, got"):
         check_apart(swa=swa, states=hidden)
+    given = (torch.ones(4, 512).bfloat16(), torch.ones(4, 2048), i64([0, 1, 2, 3]))
     with pytest.raises(RuntimeError, match="input mutations on views with different dtypes"):
-        torch.compile(write_and_read, backend="aot_eager")(
-            swa,
-            MAIN.allocate(4),
-            states,
-            torch.ones(4, 512).bfloat16(),
-            torch.ones(4, 2048),
-            i64([0, 1, 2, 3]),
-        )
+        torch.compile(write_and_read, backend="aot_eager")(swa, MAIN.allocate(4), states, *given)

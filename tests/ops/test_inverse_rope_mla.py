@@ -27,17 +27,11 @@ QUARTERS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 def attend(rows: list[list[float]], positions: list[int], table: Tensor, dtype: Any = F32) -> Any:
     """Let every token's head attend to all rows with equal weights."""
     cache, tokens = torch.tensor([rows], dtype=dtype), len(positions)
-    return ops.sparse_mla_decode(
-        torch.zeros(tokens, 1, cache.shape[2], dtype=dtype),
-        cache,
-        torch.arange(len(rows), dtype=torch.int32).expand(tokens, -1),
-        i32([len(rows)] * tokens),
-        positions=i64(positions),
-        cos_sin_cache=table,
-        softmax_scale=1.0,
-        swa_block_size=len(rows),
-        layout="plain",
-    )
+    q, lens = torch.zeros(tokens, 1, cache.shape[2], dtype=dtype), i32([len(rows)] * tokens)
+    slots = torch.arange(len(rows), dtype=torch.int32).expand(tokens, -1)
+    rotation = {"positions": i64(positions), "cos_sin_cache": table}
+    settings = {"softmax_scale": 1.0, "swa_block_size": len(rows), "layout": "plain"}
+    return ops.sparse_mla_decode(q, cache, slots, lens, **rotation, **settings)
 
 
 def test_a_quarter_turn_back() -> None:
