@@ -68,19 +68,10 @@ OWN |= {
         "kv_scale": SCALE,
     },
     "mla_sparse": {
-        "q": Valid(
-            bf16(5, 4, 32),
-            "[num_tokens, num_heads, width]",
-            HALVES,
-            advice="Pass the result of mla_absorb_q",
-        ),
-        "kv_cache": Valid(
-            PlainLayout(64, 32).allocate(4),
-            "[num_blocks, block_size, width]",
-            HALVES,
-            "plain",
-            "Allocate it with PlainLayout(block_size).allocate(num_blocks)",
-        ),
+        "q": Valid(bf16(5, 4, 32), "[num_tokens, num_heads, width]", HALVES,
+         advice="Pass the result of mla_absorb_q"),
+        "kv_cache": Valid(PlainLayout(64, 32).allocate(4), "[num_blocks, block_size, width]",
+         HALVES, "plain", "Allocate it with PlainLayout(block_size).allocate(num_blocks)"),
         "indices": Valid(i32([[0, -1]] * 5), "[num_tokens, topk]"),
         "lens": Valid(i32([2, 1, 0, 2, 1]), "[num_tokens]"),
     },

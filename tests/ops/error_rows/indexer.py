@@ -38,12 +38,8 @@ OWN |= {
         "row_stop": Valid(i32([1, 1, 2, 3, 4]), "[num_tokens]"),
     },
     "indexer_topk": {"logits": Valid(torch.ones(5, 4), "[num_tokens, num_rows]"), "lens": LENS},
-    "indexer_select": {
-        **QUERY,
-        "k_cache": INDEXER,
-        "positions": IN_ROWS["positions"],
-        "schedule": SCHEDULE,
-    },
+    "indexer_select": {**QUERY, "k_cache": INDEXER, "positions": IN_ROWS["positions"],
+     "schedule": SCHEDULE},
 }  # fmt: skip
 COUNTS |= {"num_heads": "the heads of the queries", "num_k": "the gathered keys"}
 
