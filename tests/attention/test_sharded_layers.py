@@ -77,17 +77,9 @@ class RankLayer(SmallLayer):
         index_parts = dict.fromkeys(("indexer_q", "indexer_weights"), self.index_parts)
         parts = {"q": self.parts, **index_parts}
         own = {name: self.own(inputs[name], 1, parts[name]) for name in parts if name in inputs}
-        given = LayerInputs(**inputs | own)
-        found = attention_layer(
-            self.spec,
-            self.kind,
-            given,
-            weights,
-            caches,
-            self.step(*batch),
-            schedule=self.schedule,
-            state_rings=self.state_rings,
-        )
+        given = (LayerInputs(**inputs | own), weights, caches, self.step(*batch))
+        settings = {"schedule": self.schedule, "state_rings": self.state_rings}
+        found = attention_layer(self.spec, self.kind, *given, **settings)
         assert isinstance(found, Tensor)
         return found
 
@@ -190,14 +182,9 @@ def selects_as_one(rng: Random, seed: torch.Generator, rank: int, world: int) ->
     """Each row that one GPU would select is selected by one rank. Scores are small integers, so
     many are equal and none is rounded."""
     (block, turn), topk = rng.choice(((8, 1), (8, 4), (2, 2), (4, 1))), rng.choice((1, 3, 9))
-    attention = replace(
-        PLAIN.attention,
-        block_tokens=block * 16,
-        c4_ratio=16,
-        c128_ratio=16,
-        index_topk=topk,
-        max_logits_bytes=rng.choice((4, 3000, 2**20)),
-    )
+    sizes = {"block_tokens": block * 16, "c4_ratio": 16, "c128_ratio": 16, "index_topk": topk}
+    most_bytes = rng.choice((4, 3000, 2**20))
+    attention = replace(PLAIN.attention, max_logits_bytes=most_bytes, **sizes)
     spec, parallel = replace(PLAIN, attention=attention), ranks_of(world, turn)
     starts, lens = random_batch(rng, 16)
     num_reqs, num_tokens = len(lens), int(starts[-1]) + rng.choice((0, 2))
