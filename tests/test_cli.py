@@ -355,9 +355,7 @@ TESTED = "torch 2.11 to 2.15 were tested."
         ("2.15.0", "5.16.1", 'pip install "transformers>=5.17"'),
     ],
 )  # fmt: skip
-def test_doctor_knows_versions_that_were_tested_together(
-    monkeypatch, torch_version, transformers, said
-):
+def test_doctor_knows_versions_tested_together(monkeypatch, torch_version, transformers, said):
     """doctor warns of other versions; versions that are too old are a problem."""
     monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(probes, "distribution_version", lambda name: transformers)
