@@ -1,7 +1,9 @@
 """Every op fulfils the whole contract of ``dsv4_ops.testing.contract.checks``."""
 
 import contextlib
+import importlib
 import os
+import pkgutil
 
 import pytest
 import torch
@@ -13,20 +15,8 @@ from dsv4_ops.reference.common import buffers_by
 from dsv4_ops.testing.case import results
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise, equal
+from tests import oracles
 from tests.helpers import EVERY, NIGHTLY, SMOKE, nightly
-from tests.oracles import (
-    batch as oracles,
-    compressor as oracles_compressor,
-    context as oracles_context,
-    dense_mla as oracles_dense_mla,
-    draft as oracles_draft,
-    experts as oracles_experts,
-    indexer as oracles_indexer,
-    kv as oracles_kv,
-    pack as oracles_pack,
-    plan as oracles_plan,
-    sparse as oracles_sparse,
-)
 from tests.support.quick import flags_of_users
 from tests.support.sampled import for_each_call
 
@@ -43,19 +33,9 @@ each_op = pytest.mark.parametrize(
 )
 
 
-ORACLES = {
-    **vars(oracles),
-    **vars(oracles_compressor),
-    **vars(oracles_dense_mla),
-    **vars(oracles_context),
-    **vars(oracles_draft),
-    **vars(oracles_experts),
-    **vars(oracles_indexer),
-    **vars(oracles_kv),
-    **vars(oracles_pack),
-    **vars(oracles_plan),
-    **vars(oracles_sparse),
-}
+ORACLES = {}
+for found in pkgutil.iter_modules(oracles.__path__, "tests.oracles."):
+    ORACLES |= vars(importlib.import_module(found.name))
 
 
 def patterns(tensor):
@@ -346,9 +326,7 @@ def test_compiled_with_sizes_that_are_specialised(name, size):
     kwargs = {"block_size": 4, "window_size": 4} if name != "token_map" else {"num_tokens": size}
     public = spec.implementation("ops")
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *tensors: public(*tensors, **kwargs), fullgraph=True, dynamic=True
-    )
+    compiled = torch.compile(lambda *given: public(*given, **kwargs), fullgraph=True, dynamic=True)
     checks.assert_same(name, compiled(*batch), public(*batch, **kwargs))
 
 

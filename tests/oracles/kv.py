@@ -247,16 +247,10 @@ def gather_k_cache(
 ) -> list[list[Row]]:
     if layout == "plain" and len(k_cache):
         width = len(k_cache[0][0])
-    return dequantize_and_gather_k_cache(
-        [[[0] * width for _ in range(num_rows)] for _ in seq_lens],
-        k_cache,
-        seq_lens,
-        gather_lens,
-        block_table,
-        block_size=block_size,
-        offset=offset,
-        layout=layout,
-    )
+    out = [[[0] * width for _ in range(num_rows)] for _ in seq_lens]
+    given = (k_cache, seq_lens, gather_lens, block_table)
+    sizes = {"block_size": block_size, "offset": offset}
+    return dequantize_and_gather_k_cache(out, *given, **sizes, layout=layout)
 
 
 def gather_indexer_k(
