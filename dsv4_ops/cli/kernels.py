@@ -43,6 +43,7 @@ flight, and spill a few addresses that they reload once per block of keys."""
 
 SPILLS_OF = {
     (3, 6): {},
+    (3, 7): {"select_kept_kernel": 320},
     (3, 8): {
         "hopper_mla_decode_kernel": 564,
         "hopper_prefill_keys_kernel": 48,

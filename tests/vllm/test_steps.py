@@ -231,10 +231,10 @@ def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, req
             assert torch.equal(rows == OLD_VALUE, wanted == OLD_VALUE)
     kinds = 1 if model else {"v4": 3, "v3": 2}[name]
     graphs = 2 * (kinds + {"v4": 3, "v3": 2}[name])  # also metadata, norm, and V4's other windows
-    if backend == "aot_eager":
-        assert counter.frame_count == graphs
-    else:  # Inductor compiles again for a decode of one token
+    if (backend, name) == ("inductor", "v3"):  # compiles again for a decode of one token
         assert graphs < counter.frame_count <= 1.5 * graphs
+    else:
+        assert counter.frame_count == graphs
 
 
 @pytest.mark.nightly("test_every_byte_of_the_pool_is_that_of_eager_steps, in float32")
