@@ -1,7 +1,7 @@
 """DeepSeek-V4's attention stack as PyTorch ops that compile.
 
-Importing this package registers the ops with ``torch.library`` and loads no library but torch.
-Inductor lowerings of the ops are loaded at the first trace, by ``torch.compile`` or AOTInductor
+Importing this package registers the ops with ``torch.library`` and loads no library but torch. The
+Inductor lowerings of the ops are loaded when ``torch.compile`` or AOTInductor first traces an op
 (see ``dispatch/define.py``).
 """
 

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # as in `list | head`: drop the rest of the output
+    except BrokenPipeError:  # the reader is gone, as in `list | head`: drop the rest of the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     return status
@@ -148,7 +148,7 @@ def _serve(options: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(options).items() if name != "command"}
 
     def named(error: Exception) -> str:
-        """Call options in an error what they are called on the command line."""
+        """Write the options that an error names as the command line spells them."""
         text = re.sub(rf"^serve: ({'|'.join(settings)}) must", r"serve: --\1 must", str(error))
         for name in filter(lambda name: "_" in name, settings):
             text = re.sub(rf"(?:--)?\b{name}\b", f"--{name.replace('_', '-')}", text)
@@ -168,7 +168,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from dsv4_ops.cli import doctor
 
-    def say(line: str) -> None:  # flushed, because a pipe would hold the line until the end
+    def say(line: str) -> None:  # flush, because a pipe would hold the line back until the end
         if not options.json:
             print(line, flush=True)
 

@@ -13,8 +13,8 @@ from dsv4_ops.testing.text import write_tokenizer
 
 
 def write(path: str, family: str, seed: int, shards: int) -> None:
-    """Write a checkpoint of ``dsv4_ops.testing.checkpoint.TINY`` with random weights, and a
-    tokenizer of single bytes if transformers is installed.
+    """Write a checkpoint of ``dsv4_ops.testing.checkpoint.TINY`` with random weights. If
+    transformers is installed, also write a tokenizer whose tokens are single bytes.
 
     Raises:
         ValueError: the folder already has a checkpoint, or the number of shards is below 1.

@@ -1,6 +1,6 @@
-"""Report the capabilities of this machine and installation: ``collect``, ``section_lines``,
-``verdict``, ``healthy``.
+"""Report the capabilities of this machine and installation.
 
+``collect`` makes a report, ``section_lines`` and ``verdict`` render it, and ``healthy`` judges it.
 If a probe raises, the report shows the error and lists a problem, and the other probes still run.
 """
 
@@ -44,16 +44,17 @@ def collect(
     """Probe this machine.
 
     Args:
-        steps: Whether to compile a decode step of a tiny model of each family, each in its own
-            process. Takes half a minute.
+        steps: Whether to compile a decode step of one tiny model per family, in one process per
+            family. This takes half a minute.
         selftest: Whether to compile an op in a fresh process and import the optional libraries.
-            Takes seconds.
+            This takes seconds.
         progress: Called with a line before each probe that takes seconds.
         on_begin: Called with the name of each section before the section's probe runs.
         on_section: Called with each section when the section is complete.
 
     Returns:
-        One entry per section; ``warnings`` about untested releases; and ``problems`` with remedies.
+        One entry per section; ``warnings`` about untested releases; and ``problems``, each with
+        its remedy.
     """
     problems: Problems = []
     warnings: list[str] = []
@@ -449,11 +450,11 @@ def linked_libraries(compiler: str) -> list[str]:
     """List the libraries that a C++ shared library built with ``compiler`` loads.
 
     Args:
-        compiler: Command of the compiler, which may have options.
+        compiler: The compiler's command, with or without options.
 
     Returns:
-        The NEEDED entries of the library. Without ``readelf``, only libstdc++, if its name
-        occurs in the library's bytes.
+        The NEEDED entries of the library. Without ``readelf``, the list has only libstdc++, and
+        only if this name occurs in the library's bytes.
 
     Raises:
         RuntimeError: the compiler cannot build a shared library.

@@ -39,7 +39,7 @@ def explain(op: str | None = None) -> str:
 
 
 def records(op: str | None = None) -> list[dict[str, Any]]:
-    """Return the content of ``explain`` as JSON-compatible values.
+    """Return what ``explain`` describes, as JSON-compatible values.
 
     The record of an op has the op's implementation on CUDA and elsewhere, and its libraries. The
     record of a library has the sizes at which "auto" selects the library, and whether it is usable

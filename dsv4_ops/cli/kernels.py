@@ -1,8 +1,8 @@
 """Report the registers, spills and shared memory of every kernel, without a GPU.
 
-Each launcher runs with meta tensors of typical sizes and a ``launch`` that records the arguments.
-Triton then compiles the kernel for these arguments and the requested architecture, and Triton's
-ptxas reports the resources.
+The module runs each launcher with meta tensors of typical sizes, and records the arguments of every
+kernel that the launcher launches. Triton then compiles the kernel for these arguments and the
+requested architecture, and Triton's ptxas reports the resources.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ SPILLS_OF = {
     },
     (3, 9): {"select_logits_kernel": 16, "hopper_mla_decode_kernel": 584},
 }
-"""Allowed spill bytes on Hopper that depend on the release of Triton. An entry holds for its
-release and later ones, up to the next entry."""
+"""Allowed spill bytes on Hopper that depend on the release of Triton. An entry is valid from its
+release on, up to the next entry."""
 
 OTHER_SPILLS = 64
-"""Allowed spill bytes on other GPUs, on which no kernel was measured. The maximum seen was 40, with
-Triton 3.9."""
+"""Allowed spill bytes on other GPUs, on which no kernel was measured. The compiler spilled at most
+40 bytes, with Triton 3.9."""
 
 TENSOR_MEMORY = 512
 """Columns of Blackwell's tensor memory."""
@@ -118,7 +118,7 @@ def _insert(width: int, cache: Tensor, **settings: Any) -> Call:
 
 
 def _gather(*first: Tensor, whole: bool = False, **settings: Any) -> Call:
-    """Return arguments of a gather; with ``whole``, without gather lengths, for all rows."""
+    """Return arguments of a gather; ``whole`` omits the gather lengths, so all rows are read."""
     return (*first, _tensor(4), None if whole else _tensor(4), _tensor(4, 160)), settings
 
 
@@ -129,12 +129,12 @@ def _qnorm(cache: Tensor, layout: str) -> Call:
 
 
 def _output(**settings: Any) -> Call:
-    """Return arguments of inverse RoPE of the attention output."""
+    """Return arguments of the ops that apply inverse RoPE to the attention output."""
     return (_halves(128, 64, 512), _longs(128), _floats(2**20, 64)), {"num_groups": 8, **settings}
 
 
 def _compress(cache: Tensor, overlap: bool, **settings: Any) -> Call:
-    """Return arguments of ``compress_and_insert``: C4 if ``overlap``, else C128."""
+    """Return arguments of ``compress_and_insert``, for C4 if ``overlap``, else for C128."""
     head_dim = IndexerLayout.head_dim if settings["layout"] == IndexerLayout.tag else 512
     ratio, rows, width = (4, 4, 2 * head_dim) if overlap else (128, 8, head_dim)
     states, slots = StateLayout(rows, 2 * width).allocate(1024, "meta"), _longs(128)
@@ -145,7 +145,7 @@ def _compress(cache: Tensor, overlap: bool, **settings: Any) -> Call:
 
 
 def _step(cache: Tensor, overlap: bool, **settings: Any) -> Call:
-    """Return arguments of ``save_and_compress``: C4 if ``overlap``, else C128."""
+    """Return arguments of ``save_and_compress``, for C4 if ``overlap``, else for C128."""
     tensors, settings = _compress(cache, overlap, **settings)
     return (*tensors[:4], tensors[-1], *tensors[4:]), settings
 
@@ -183,8 +183,8 @@ def _attention(
     count: int = 8,
     **settings: Any,
 ) -> Call:
-    """Return arguments of ``sparse_mla_decode`` (or ``_paged``): ``count`` tokens that see a window
-    and 512 rows."""
+    """Return arguments of ``sparse_mla_decode``, or of ``sparse_mla_decode_paged`` if ``paged``.
+    The ``count`` tokens attend to a window and to rows of another cache."""
     tokens, size = _tensor(count), settings["extra_block_size"]
     queries = (_halves(count, 64, 512), cache, _tensor(count, 128), tokens)
     extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache
@@ -204,8 +204,8 @@ def _prefill(
     window: int | None = None,
     **settings: Any,
 ) -> Call:
-    """Return arguments of ``sparse_mla_prefill`` for 4 requests; with ``window``, for a window
-    layer."""
+    """Return arguments of ``sparse_mla_prefill`` for 4 requests. If ``window`` is given, the layer
+    has only a window of this size."""
     extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
     table = _tensor(4, 256)
     rows = (extra, table, topk) if window is None else (None, None, None)
@@ -238,7 +238,7 @@ def _dense(
 
 
 def _selected(row_bytes: int = 0, *, heads: int = 128, count: int = 32, **settings: Any) -> Call:
-    """Return arguments of ``mla_sparse``: 2048 selected rows for every token."""
+    """Return arguments of ``mla_sparse`` with 2048 selected rows for every token."""
     tensors, chosen = _dense(row_bytes, heads=heads, count=count, **settings)
     return (*tensors[:2], _tensor(count, 2048), _tensor(count)), chosen
 
@@ -258,19 +258,20 @@ def _listed() -> Call:
 
 
 def _context(causal: bool) -> Call:
-    """Return arguments of ``mla_prefill``: 2048 tokens of 4 requests and 16 heads, 8192 keys."""
+    """Return arguments of ``mla_prefill`` for 2048 tokens of 4 requests, 16 heads, 8192 keys."""
     kv = _halves(8192, 16, 256)
     tensors = (_halves(2048, 16, 192), kv[..., :128], _halves(8192, 64), kv[..., 128:])
     return (*tensors, _tensor(5), _tensor(5)), {"softmax_scale": 192**-0.5, "causal": causal}
 
 
 def _indexer(*between: Tensor, **settings: Any) -> Call:
-    """Return arguments of the indexer's ops: FP8 queries, then ``between``."""
+    """Return arguments of the indexer's ops: FP8 queries, weights of heads, then ``between``."""
     return (_codes(8, 64, 128), _floats(8, 64), *between), settings
 
 
 def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> Call:
-    """Return arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
+    """Return arguments of ``fp8_linear``, or of ``fp8_grouped_linear`` if ``num_groups`` is not 0.
+    The weight is 4096 x 4096."""
     lead = (count, num_groups) if num_groups else (count,)
     lead = lead[::-1] if quantized else lead  # groups are first if x is quantised
     x = _codes(*lead, 4096) if quantized else _halves(*lead, 4096)
@@ -321,8 +322,8 @@ def _experts(
 
 
 def examples() -> dict[str, Call]:
-    """Return arguments of a typical call of every op with a kernel. Other calls have names of the
-    form "op, variant"."""
+    """Return arguments of a typical call of every op with a kernel, by the op's name. The names of
+    other calls have the form "op, variant"."""
     main = MainLayout(64).allocate(1024, "meta")
     indexer = IndexerLayout(64).allocate(1024, "meta")
     pages_of_2 = MainLayout(2).allocate(1024, "meta")
@@ -480,8 +481,8 @@ def examples() -> dict[str, Call]:
 def recorded(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int] | None = None
 ) -> list[_Launch]:
-    """Record the launches of ``op``, or of the library in ``settings["impl"]``, for a GPU of
-    capability ``where``."""
+    """Record the launches of ``op`` on a GPU of capability ``where``, by our launcher or by that of
+    the library in ``settings["impl"]``."""
     launches: list[_Launch] = []
     impl = settings.get("impl", TRITON)
     if impl == TRITON and op in HOPPER_ONLY and where != HOPPER:
@@ -506,7 +507,7 @@ def compiled(launch: _Launch, capability: int) -> Any:
 
 
 def _specialised(value: Any) -> Argument | int:
-    """Describe an argument as Triton does; for Triton, an integer that is 1 is a constant."""
+    """Describe an argument as Triton does, which treats an integer that is 1 as a constant."""
     if isinstance(value, Tensor):
         return Argument.tensor(value.dtype)
     return 1 if value == 1 else Argument.number(value)

@@ -116,8 +116,8 @@ def describe(name: str) -> str:
 
 
 def _opaque(spec: OpSpec) -> str:
-    """Name the opaque op that graphs call in place of this op; empty if graphs contain this op's
-    kernel launches on every GPU."""
+    """Return the name of the opaque op that graphs call instead of this op, or an empty string if
+    graphs contain this op's kernel launches on every GPU."""
     return f"{spec.hopper_call} on Hopper" if spec.hopper_call else ""
 
 
