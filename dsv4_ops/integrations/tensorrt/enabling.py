@@ -20,8 +20,8 @@ def enable() -> None:
     This function imports torch-tensorrt. Afterwards, ``torch_tensorrt.compile(ir="dynamo")`` and
     ``torch_tensorrt.dynamo.compile`` keep writes to inputs and buffers, and the ops of this package
     write in place. ``torch.compile(backend="torch_tensorrt")`` uses AOTAutograd to trace graphs in
-    which such an op writes. All ops of this package run in PyTorch segments between the engines. A
-    second call does nothing.
+    which an op of this package writes. All ops of this package run in PyTorch segments between the
+    engines. A second call of this function does nothing.
 
     Raises:
         ImportError: torch-tensorrt is missing, lacks TensorRT's libraries, or has an unsupported
@@ -43,7 +43,7 @@ def _replace_passes(names: Mapping[str, Any]) -> None:
 
 
 def _replace_backend(names: Mapping[str, Any]) -> None:
-    """If our ops write in a graph, use the trace that torch-tensorrt has for distributed models."""
+    """If our ops write in a graph, trace it as torch-tensorrt traces distributed models."""
     backends, original = names["backends"], names["aot_backend"]
     # writes to inputs stay in the graph, where `keep_writes` finds them
     in_place = functools.partial(names["aot_autograd"], keep_inference_input_mutations=True)

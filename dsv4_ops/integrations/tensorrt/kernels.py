@@ -21,7 +21,7 @@ def apply_rope_kernel(
     INVERSE: tl.constexpr,
 ):
     """Rotate one row of x [tokens, rows_per_token, DIM] per program; rows at positions outside of
-    the table stay the same."""
+    the table do not change."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row // rows_per_token)
     position = tl.where(position < 0, num_positions, position)
@@ -53,8 +53,8 @@ def combine_topk_swa_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run ``reference.indices.combine_topk_swa_indices`` with 64-bit integers, one program per
-    token."""
+    """Compute ``reference.indices.combine_topk_swa_indices`` in 64-bit integers, with one program
+    per token."""
     token = tl.program_id(0).to(tl.int64)
     position, request = tl.load(positions + token), tl.load(req_indices + token)
     valid = (position >= 0) & (position < 2**31 - 1) & (request >= 0) & (request < num_reqs)
@@ -100,8 +100,8 @@ def indexer_logits_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Run ``reference.indexer.indexer_logits`` on plain keys, one program per token and ROWS
-    rows."""
+    """Compute ``reference.indexer.indexer_logits`` for plain keys, with one program per token and
+    block of ROWS rows."""
     spans = (NUM_ROWS + ROWS - 1) // ROWS
     token = (tl.program_id(0) // spans).to(tl.int64)
     row = tl.program_id(0) % spans * ROWS + tl.arange(0, ROWS)

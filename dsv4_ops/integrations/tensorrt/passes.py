@@ -20,10 +20,10 @@ _COPIED = torch.ops.aten.copy.default
 
 
 def keep_writes(gm: GraphModule, settings: Any = None) -> GraphModule:
-    """Replace writes by ops that torch-tensorrt neither removes nor moves.
+    """Replace writes with ops that torch-tensorrt neither removes nor moves.
 
-    Our ops write to a whole input or buffer in place. The results of other ops, and of writes
-    through a view, are still copied back to the input.
+    An op of ours writes in place if it writes to a whole input or buffer whose old values no later
+    node reads. The results of other ops, and of writes through a view, are still copied back.
     """
     _Writes(gm.graph).run()
     gm.graph.lint()
@@ -72,10 +72,10 @@ class _Writes:
                 self.graph.erase_node(node)
 
     def _name_states(self) -> None:
-        """Pass written buffers through an op, so that torch-tensorrt does not fold the buffers as
+        """Pass written buffers through an op, so that torch-tensorrt does not fold the buffers into
         constants.
 
-        All uses of a buffer read the result of one such op. Inputs need no such op.
+        All uses of a buffer read the result of one such op. Inputs do not need this.
         """
         copied = [node for node in self.graph.nodes if node.target is _COPY]
         written = {node.args[0].target for node in copied if node.args[0].op == "get_attr"}
@@ -107,7 +107,7 @@ class _Writes:
             users = dict.fromkeys(_readers(base))
             late = [user for user in users if order[user] > order[node]]
             if base not in self.root or any(_reads(user, base, users) for user in late):
-                return  # not an input, or a later node reads the old values
+                return  # neither input nor buffer, or a later node reads the old values
             before |= dict.fromkeys(user for user in users if order[user] < order[node])
         kwargs |= {name: bases[place] for name, place in zip(names, places, strict=True)}
         kwargs["after"] = [found for user in before if (found := self._made(user)) is not None]

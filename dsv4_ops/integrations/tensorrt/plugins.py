@@ -34,8 +34,8 @@ class _Plugin:
         attributes: Names and types of the settings, which are constants of the kernel.
         num_outputs: Number of results.
         outputs: Function from the input descriptors and the attributes to the output descriptors.
-        launch: Function from the arguments of ``outputs`` and a compute capability to the kernel,
-            its grid and its integer arguments.
+        launch: Function from the input descriptors, a compute capability and the attributes to the
+            kernel, its grid and its integer arguments.
         takes: Function that says whether the layer supports these inputs and settings.
     """
 
@@ -54,14 +54,14 @@ def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str,
     """Let engines run three ops as layers.
 
     The ops are ``apply_rope``, ``combine_topk_swa_indices`` and ``indexer_logits``. The plugins are
-    experimental, and need torch-tensorrt 2.13 or later with TensorRT's plugins, and Triton. Call
-    this function after ``enable`` and before you compile. ``apply_rope`` needs x in bfloat16 or
-    float32, with a power of two as last dimension. ``indexer_logits`` needs the layout "plain", at
-    most 64 heads and no schedule. Other calls stay in PyTorch segments.
+    experimental, and need Triton, and torch-tensorrt 2.13 or later with TensorRT's plugins. Call
+    this function after ``enable`` and before you compile. ``apply_rope`` needs an x in bfloat16 or
+    float32 whose last dimension is a power of two. ``indexer_logits`` needs the layout "plain", at
+    most 64 heads and no schedule. Calls that do not fit stay in PyTorch segments.
 
     Args:
-        capability: Compute capability of the GPU that runs the engines; by default, of the current
-            device.
+        capability: Compute capability of the GPU that runs the engines; by default, that of the
+            current device.
 
     Returns:
         Names of the ops with a plugin.
@@ -197,7 +197,7 @@ def combine_options(
 
 LOGITS_ROWS = {torch.bfloat16: 64, torch.float32: 32}
 """Scores per thread block, by dtype of the keys. This number of keys and the queries of 64 heads
-fit into 48 KiB of shared memory, the default."""
+fit into 48 KiB, the default limit of shared memory."""
 
 
 def logits_options(
@@ -235,7 +235,7 @@ def _compiled(
 ) -> Kernel:
     from dsv4_ops.kernels.aot.compile import Argument, compiled
 
-    # assume nothing about addresses and integers: an engine serves all of them
+    # assume no alignment and no values: one engine runs with all addresses and integers
     first, last = (
         [Argument.tensor(dtype, aligned=False) for dtype in dtypes] for dtypes in (inputs, outputs)
     )
@@ -315,7 +315,7 @@ def _launch_logits(
 def _takes_logits(
     q: Tensor, weights: Tensor, k_cache: Tensor, *rest: Tensor | None, **settings: Any
 ) -> bool:
-    """Whether a call has a plain cache, at most 64 heads (the limit of ``LOGITS_ROWS``), and no
+    """Whether a call has a plain cache, at most 64 heads (as ``LOGITS_ROWS`` assumes), and no
     schedule of DeepGEMM."""
     sizes = (*q.shape[1:], settings["num_rows"], settings["block_size"])
     known = settings["layout"] == PlainLayout.tag and all(type(size) is int for size in sizes)

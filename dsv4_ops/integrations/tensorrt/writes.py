@@ -2,8 +2,8 @@
 
 torch-tensorrt partitions a functional graph into engines and PyTorch segments, and orders engines
 and segments only by data dependencies. Therefore an op that ``write_op`` defines returns the caches
-that it wrote, and later readers use these results instead of the arguments. The op takes the
-results of earlier readers in ``after``.
+that it wrote, and later readers use these results instead of the arguments. The argument ``after``
+of the op holds results of earlier readers, so that the op runs after them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _define(name: str, schema: str, function: Any) -> OpOverload:
-    # torch-tensorrt neither folds random ops into constants nor runs them at compile time
+    # tagged as random: torch-tensorrt neither folds random ops nor runs them at compile time
     _library.define(f"{name}{schema}", tags=(torch.Tag.nondeterministic_seeded,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_library)
@@ -31,7 +31,7 @@ def _define(name: str, schema: str, function: Any) -> OpOverload:
 
 @functools.cache
 def write_op(name: str) -> OpOverload:
-    """Return the op that runs op ``name`` and returns its results, then the mutated arguments."""
+    """Return the op that runs op ``name``, and returns its results and then what it mutated."""
     spec = OPS[name]
     arguments = spec.schema.removeprefix(spec.name).rpartition(" -> ")[0][1:-1]
     after = "Tensor[] after" if "*" in arguments.split(", ") else "*, Tensor[] after"
