@@ -23,5 +23,5 @@ from vllm.v1.kv_cache_layout import KVCacheLayout as KVCacheLayout
 
 
 def group_tensors() -> Any:
-    """Return the metadata of the current step, by the name of a cache; None in a profiling run."""
+    """Return the metadata of the current step by cache name, or None in a profiling run."""
     return get_forward_context().attn_metadata

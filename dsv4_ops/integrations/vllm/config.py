@@ -11,7 +11,7 @@ from dsv4_ops.core.errors import argument_error
 OP = "DeepseekForCausalLM"
 
 OWN_DRAFTS = "mtp"
-"""vLLM's name for drafts from the checkpoint's own layer."""
+"""vLLM's name for drafts from the checkpoint's own draft layer."""
 
 CLASSES = {
     "deepseek_v2": "DeepseekV2",
@@ -21,10 +21,10 @@ CLASSES = {
 """Prefix of Hugging Face's classes for each ``model_type``."""
 
 _KV = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""``kv`` of the caches for each ``--dtype``, unless ``--kv-cache-dtype`` says otherwise."""
+"""``patch``'s argument ``kv`` for each ``--dtype``. An FP8 ``--kv-cache-dtype`` overrides it."""
 
 _FP8_KV = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "ds_fp8"}
-"""``kv`` of the caches for each ``--kv-cache-dtype`` of FP8."""
+"""``patch``'s argument ``kv`` for each FP8 ``--kv-cache-dtype``."""
 
 
 def patch_settings(vllm_config: Any) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def patch_settings(vllm_config: Any) -> dict[str, Any]:
 def compile_backend(vllm_config: Any) -> str | None:
     """Return the backend of ``torch.compile`` for the layers; None runs the layers eagerly.
 
-    vLLM's compilation mode decides, as for vLLM's own models. With ``--enforce-eager`` or ``-O0``,
-    the mode is NONE.
+    vLLM's compilation mode decides whether layers are compiled, as for vLLM's own models. With
+    ``--enforce-eager`` or ``-O0``, the mode is NONE.
     """
     config = vllm_config.compilation_config
     if getattr(config.mode, "name", "NONE") == "NONE":
@@ -60,7 +60,7 @@ def check_config(vllm_config: Any) -> None:
     family, families = model.hf_config.model_type, " or ".join(CLASSES)
     _check("model_type", family in CLASSES, families, family)
     one = "1, as weights are Hugging Face's"
-    if parallel.tensor_parallel_size > 1:  # Hugging Face's plan uses all processes
+    if parallel.tensor_parallel_size > 1:  # Hugging Face's TP plan spans all processes
         ranks, device = "with several ranks", vllm_config.device_config.device
         _check("tensor_parallel_size", str(device) == "cpu", "1 on a GPU", "several ranks")
         _check(

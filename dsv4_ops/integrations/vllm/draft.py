@@ -28,7 +28,7 @@ class DeepseekDraft(nn.Module):
         field, cache = target.steps.family.draft_cache()
         self.name = cache_name(len(target.steps.spec.kinds), field)
         self.pages = Pages(self.name, cache, self._given)
-        # vLLM takes two results of the draft models of V3: for the head, and for the next draft
+        # from V3's draft models, vLLM expects two results: for the head, and for the next draft
         self.takes_two = target.prefix == "DeepseekV3"
         self.model = nn.Module()  # vLLM puts the model's embedding here
 
@@ -51,7 +51,7 @@ class DeepseekDraft(nn.Module):
         inputs_embeds: Tensor | None = None,
         spec_step_idx: int = 0,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the streams after the layer, [num_tokens, values of a token]."""
+        """Return the streams after the layer, [num_tokens, values per token]."""
         metadata, (target,) = _compat.group_tensors(), self.owner
         streams = hidden_states
         if metadata is not None:  # None in a run that measures memory

@@ -25,7 +25,7 @@ from dsv4_ops.integrations.vllm.steps import EngineSteps, cache_name, family_of
 
 
 class DeepseekForCausalLM(nn.Module):
-    """A patched model whose caches are in blocks of vLLM.
+    """A patched model whose caches are in blocks that vLLM allocates.
 
     ``--additional-config '{"dsv4_ops": {...}}'`` passes arguments to ``patch``, such as
     ``precision``.
@@ -105,8 +105,8 @@ class DeepseekForCausalLM(nn.Module):
         return self.hf.model
 
     def get_mtp_target_hidden_states(self) -> Tensor | None:
-        """Return the streams of the last step (``ModelSpec.run_streams``), if a draft layer reads
-        them."""
+        """Return the streams of the last step (``ModelSpec.run_streams``) if a draft layer reads
+        them, else None."""
         return None if self.steps is None else self.steps.streams
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Register the caches of a model as layers of vLLM, which then allocates and assigns blocks."""
+"""Register the caches of a model as layers of vLLM, so that vLLM allocates and assigns blocks."""
 
 from __future__ import annotations
 

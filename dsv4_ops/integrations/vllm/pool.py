@@ -1,4 +1,4 @@
-"""The caches of a layer in an engine's pool, in the form that a compiled layer takes."""
+"""The caches of a layer in an engine's pool, as arguments of a compiled layer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PooledCaches:
     Attributes:
         pool: All bytes, [num_blocks, bytes of a block], uint8.
         layouts: Layout of each cache, by the cache's name.
-        offsets: For each cache, an empty tensor whose first size is the cache's offset in a block,
-            in units of 16 bytes. A graph is compiled for one value of an int, but for any size of a
-            tensor, so one graph serves all layers of a kind.
+        offsets: For each cache, an empty tensor whose first dimension is the cache's offset in a
+            block, in units of 16 bytes. A graph is compiled for one value of an int, but for any
+            size of a tensor, so all layers of a kind share one graph.
         make: Function that makes the caches of a layer from its tensors by name.
     """
 
@@ -55,7 +55,7 @@ def pooled(
     layouts: Sequence[dict[str, Layout]],
     make: Callable[[Mapping[str, Tensor]], Any],
 ) -> list[PooledCaches]:
-    """Return the caches of each layer as parts of one pool. All tensors are views of this pool.
+    """Return the caches of each layer as parts of one pool. The tensors must be views of the pool.
 
     Raises:
         NotImplementedError: the tensors are not in one pool whose blocks have one size.
@@ -81,7 +81,7 @@ def pooled(
 
 
 class CompiledParts:
-    """Parts of steps. A part is compiled once for all sizes.
+    """Parts of steps, each compiled once for all sizes.
 
     Args:
         backend: Backend of ``torch.compile``.

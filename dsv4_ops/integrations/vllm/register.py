@@ -11,7 +11,7 @@ SWITCH = "DSV4_OPS_VLLM"
 """Environment variable that turns the plugin on."""
 
 RELEASES = ((0, 32), (0, 33))
-"""Supported vLLM releases; each release changes names and contracts of caches."""
+"""Supported vLLM releases. Each release changes names, and what vLLM expects of caches."""
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
 """Architectures of checkpoints that vLLM runs with our model class."""
@@ -42,13 +42,13 @@ def register() -> None:
             do=install_extra("vllm"),
             kind=ImportError,
         )
-    # by default, vLLM does not compile V4, and splits V4's CUDA graphs at vLLM's own ops, which our
-    # model does not call
+    # turn off vLLM's default for V4, which is to compile nothing and to split CUDA graphs at vLLM's
+    # own ops; our model does not call these ops
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        # for its own MLA kernels on a CPU without AMX, vLLM overrides the block size of V3 and V2,
+        # on a CPU without AMX, vLLM overrides the block size of V3 and V2 for its own MLA kernels,
         # and turns off chunked prefills and prefix caching
         os.environ.setdefault("VLLM_MLA_DISABLE", "1")
     for architecture in ARCHITECTURES:
@@ -57,7 +57,7 @@ def register() -> None:
         vllm.ModelRegistry.register_model(architecture, _DRAFT)
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    if "deepseek_v4" in _CONFIG_REGISTRY:  # 0.33 takes the class of transformers
+    if "deepseek_v4" in _CONFIG_REGISTRY:  # vLLM 0.33 uses the class of transformers
         from dsv4_ops.integrations.vllm.saved import SavedV4Config
 
         _CONFIG_REGISTRY["deepseek_v4"] = SavedV4Config

@@ -32,6 +32,6 @@ def _as_released(fields: dict[str, Any]) -> dict[str, Any]:
         fields.setdefault("compress_ratios", [*(rates.get(k, 0) for k in kinds), *[0] * drafts])
     if experts is not None:
         fields.setdefault("num_hash_layers", experts.count("hash_moe"))
-    if "main" in (fields.get("rope_parameters") or {}):  # one for each kind of layer
+    if "main" in (fields.get("rope_parameters") or {}):  # a set of fields per kind of layer
         del fields["rope_parameters"]
     return fields

@@ -51,7 +51,7 @@ class GroupTensors(NamedTuple):
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32.
         block_table: Blocks of every request, [num_reqs, max_blocks], int32.
         slot_mapping: Slot of every token, [num_tokens or more], int64; -1 for padding.
-        max_query_len: Maximum tokens of a request, as an int. An upper bound is enough.
+        max_query_len: Maximum tokens of a request in this step, or an upper bound, as an int.
     """
 
     query_start_loc: Tensor
@@ -68,7 +68,7 @@ class CacheSpec(NamedTuple):
         layout: Layout of a block.
         block_tokens: Tokens per block.
         ratio: Tokens per row.
-        window: Number of last positions that later steps read; None for all positions.
+        window: Later steps read this many of the last positions; None for all positions.
     """
 
     layout: Layout
@@ -84,7 +84,7 @@ def cache_name(layer: int, field: str) -> str:
 
 @dataclass(frozen=True)
 class EngineCache:
-    """The fields of a cache that ``run_layers`` reads.
+    """A cache with only the fields that ``run_layers`` reads.
 
     Attributes:
         layers: Caches of every layer.
@@ -108,7 +108,7 @@ class V4Family:
         self.spec = spec
 
     def caches(self, kind: str) -> dict[str, CacheSpec]:
-        """Caches of a layer, by the field names of ``LayerCaches``."""
+        """Return the specs of a layer's caches, by the field names of ``LayerCaches``."""
         layers = self.spec.layers
         attention = layers.attention
         windows = {"window": 0, "c4": 2 * attention.c4_ratio, "c128": attention.c128_ratio}
@@ -122,11 +122,11 @@ class V4Family:
         return specs
 
     def draft_cache(self) -> tuple[str, CacheSpec]:
-        """Field and spec of the draft layer's cache."""
+        """Return the field and the spec of the draft layer's cache."""
         return "swa", self.caches("window")["swa"]
 
     def stream_shape(self, config: Any) -> tuple[int, ...]:
-        """Return the shape of the streams that the draft layer reads for a token."""
+        """Return the shape of one token's streams, which the draft layer reads."""
         return config.hc_mult, config.hidden_size
 
     def bind(self, tensors: Mapping[str, Tensor]) -> LayerCaches:
@@ -134,7 +134,7 @@ class V4Family:
         return LayerCaches(**tensors)
 
     def groups(self, of: Callable[[int, str], GroupTensors]) -> V4Groups:
-        """Find which layers share a block table, in the first step of an engine."""
+        """Find which layers share a block table. An engine's first step calls this method."""
         windows: list[int] = []
         window_of = []
         for layer in range(len(self.spec.kinds)):
@@ -192,8 +192,8 @@ class V4Family:
             swa.slot_mapping,
             BlockTables(swa.block_table, **(none | compressed)),
             StateTables(**(none | states)),
-            # compute this tensor, as ``with_window`` does: the engine's tensors were not made in
-            # inference mode, so a graph would be compiled again for one of them
+            # compute this tensor, as ``with_window`` does: the engine's tensors are no inference
+            # tensors, so the graphs of layers would be compiled again for one of them
             is_valid_token=swa.slot_mapping >= 0,
             plan_heads=spec.plan_heads if plans else 0,
         )
@@ -211,9 +211,9 @@ class V4Family:
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """Whether a token may read states that another request saves in the same step.
 
-        This happens if the requests share a prefix. A shared prefix ends at the end of a block, so
-        the first later token that reads the prefix's states completes a C4 window. A decode step
-        with fewer than ``c4_ratio`` tokens per request does not reach such a token.
+        This happens if the requests share a prefix. A shared prefix ends with a block, so the first
+        token after it that reads the prefix's states is one that completes a C4 window. A decode
+        step with fewer than ``c4_ratio`` tokens per request does not reach that token.
         """
         return schedule == "prefill" or decode_tokens >= self.spec.layers.attention.c4_ratio
 
@@ -243,16 +243,16 @@ class MlaFamily:
         self.spec = spec
 
     def caches(self, kind: str) -> dict[str, CacheSpec]:
-        """Caches of a layer, by the field names of ``MlaCache``."""
+        """Return the specs of a layer's caches, by the field names of ``MlaCache``."""
         layout = self.spec.layers.cache_layout()
         return {"kv": CacheSpec(layout, layout.block_size)}
 
     def draft_cache(self) -> tuple[str, CacheSpec]:
-        """Field and spec of the draft layer's cache."""
+        """Return the field and the spec of the draft layer's cache."""
         return "kv", self.caches("mla")["kv"]
 
     def stream_shape(self, config: Any) -> tuple[int, ...]:
-        """Return the shape of the streams that the draft layer reads for a token."""
+        """Return the shape of one token's streams, which the draft layer reads."""
         return (config.hidden_size,)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> MlaCache:
@@ -262,14 +262,14 @@ class MlaFamily:
         return MlaCache(rows, torch.ones(1, device=rows.device) if scaled else None)
 
     def groups(self, of: Callable[[int, str], GroupTensors]) -> None:
-        """Check, in the first step of an engine, that all layers share a block table."""
+        """Check that all layers share a block table. An engine's first step calls this method."""
         for layer in range(len(self.spec.kinds)):
             _check_shared(of(layer, "kv"), of(0, "kv"), cache_name(layer, "kv"))
 
     def build(
         self, groups: None, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
     ) -> tuple[Any, ...]:
-        """Build the metadata that all layers share. Prefills use absorbed queries too."""
+        """Build the metadata that all layers share. Prefills also use absorbed queries."""
         step = run("metadata", self._whole, of(0, "kv"))
         return (step,) * len(self.spec.kinds)
 
@@ -309,8 +309,8 @@ class EngineSteps:
         decode_tokens: Maximum tokens of a request in a decode step, including drafts.
         backend: Backend of ``torch.compile`` for the metadata, each kind of layer and the norm, as
             in ``compile_step(mode="regional", dynamic=True)``; None runs all parts eagerly.
-        most_drafted: Maximum tokens of a step if a draft layer reads the streams of tokens
-            (``run_streams``), or else 0.
+        most_drafted: Maximum tokens of a step if a draft layer reads their streams
+            (``run_streams``), else 0.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class EngineSteps:
 
         def of(layer: int, field: str) -> GroupTensors:
             group = metadata[cache_name(layer, field)]
-            # drop max_query_len, because Dynamo would compile a graph for one value of this int
+            # drop max_query_len, because Dynamo would compile a graph for each value of this int
             return group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
 
         if not self._found:
@@ -418,9 +418,9 @@ class EngineSteps:
 
     @torch.inference_mode()
     def draft(self, tokens: Tensor, streams: Tensor, group: GroupTensors) -> Tensor:
-        """Run the draft layer on the streams of tokens and the tokens that follow.
+        """Run the draft layer on the streams of tokens, and on the tokens that follow these tokens.
 
-        ``streams`` and the result are [num_tokens, values of a token].
+        ``streams`` and the result are [num_tokens, values per token].
         """
         schedule = "decode" if group.max_query_len <= self.decode_tokens else "prefill"
         group = group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
@@ -452,8 +452,8 @@ class EngineSteps:
             yield partial(self._parts.run, schedule)
 
     def compile(self) -> None:
-        """Compile all parts with steps of padding, which write to no cache. If layers run eagerly,
-        do nothing."""
+        """Compile all parts by running steps of padding, which write to no cache. If layers run
+        eagerly, do nothing."""
         if self._parts is None:
             return
         names = [
@@ -484,8 +484,8 @@ class EngineSteps:
 
     @torch.no_grad()
     def profiled(self, tokens: Tensor) -> Tensor:
-        """Run as many tokens as ``tokens`` has from a temporary cache, so that an engine can
-        measure memory."""
+        """Run a batch of as many tokens on a temporary cache, so that an engine can measure
+        memory."""
         length = min(len(tokens), self.max_model_len)
         rows = -(-len(tokens) // length)
         cache = PagedCache.for_model(
