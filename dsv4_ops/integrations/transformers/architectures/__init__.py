@@ -1,4 +1,4 @@
-"""Model families. A family translates the configuration of a model and runs the model's layers.
+"""Model families. A family makes a spec from a model's configuration and runs the model's layers.
 
 ``base.ModelSpec`` is the interface of a family; ``spec_of_config`` selects the family of a
 configuration. To add a family, subclass ``ModelSpec`` and name the subclass in ``FAMILIES``.
@@ -34,7 +34,7 @@ FAMILIES = {
 def spec_of_config(
     op: str, config: Any, kv: str, precision: str | Recipe, **settings: Any
 ) -> ModelSpec:
-    """Build the spec of ``config``; raise an error of ``op`` if we do not support ``config``.
+    """Build the spec of ``config``, or raise an error that names ``op`` if we do not support it.
 
     The other arguments are arguments of ``patch``; ``settings`` are the fields of ``Execution``.
     """

@@ -56,12 +56,12 @@ DRAFT = "mtp"
 
 
 def draft_of(model: Any) -> Any:
-    """The draft layer of a patched model, or None."""
+    """Return the draft layer of a patched model, or None."""
     return model._modules.get(DRAFT)
 
 
 def check_drafts(op: str, ranks: ContextParallel | None) -> None:
-    """Raise an error of ``op`` if ranks share the cache: drafts do not support shared caches."""
+    """Raise an error that names ``op`` if ranks share the cache, which drafts do not support."""
     if ranks is not None:
         raise argument_error(
             op,
@@ -75,8 +75,8 @@ def check_drafts(op: str, ranks: ContextParallel | None) -> None:
 
 Runner = Callable[..., Any]
 """A function that runs a part of a step. Its arguments are the name of the part, the function of
-the part, and the arguments of this function. Parts with the same name run the same code: layers of
-one kind, for example."""
+the part, and the arguments of this function. Parts with the same name, such as layers of one kind,
+run the same code."""
 
 
 def run_part(_: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
@@ -134,7 +134,7 @@ class LayerContext:
 
 
 WITHOUT_MASKS = dict.fromkeys(("position_embeddings", "position_ids", "attention_mask"))
-"""Layer arguments that only Hugging Face's attention reads."""
+"""Layer arguments that only Hugging Face's attention reads; all are None in our steps."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class ModelSpec(ABC):
 
     Attributes:
         kinds: Kind of every layer.
-        recipe, kv: The settings of ``patch``.
+        recipe, kv: The arguments ``precision``, as a ``Recipe``, and ``kv`` of ``patch``.
         dtype: The model's dtype.
         fingerprint: All settings on which a cache depends, as "name=value" separated by "; ".
     """
@@ -218,8 +218,8 @@ class ModelSpec(ABC):
     @classmethod
     @abstractmethod
     def of(cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution) -> ModelSpec:
-        """Build the spec of ``config``; raise an error of ``op`` if the family does not support
-        ``config``."""
+        """Build the spec of ``config``. If the family does not support ``config``, raise an error
+        that names ``op``."""
 
     def scheduled(self, device: torch.device) -> ModelSpec:
         """Return the spec with the SM counts that a library's schedules need on ``device``."""
@@ -231,7 +231,7 @@ class ModelSpec(ABC):
     @property
     @abstractmethod
     def impl(self) -> str:
-        """The setting of ``patch``."""
+        """The argument ``impl`` of ``patch``."""
 
     @property
     def parallel(self) -> ContextParallel | None:
@@ -285,7 +285,7 @@ class ModelSpec(ABC):
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> Any:
         """Build the data that the layers of a step share.
 
-        The data have an attribute ``positions``, which is -1 for padding. ``schedule`` is "decode"
+        The result has an attribute ``positions``, which is -1 for padding. ``schedule`` is "decode"
         or "prefill".
         """
 
@@ -297,7 +297,7 @@ class ModelSpec(ABC):
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
         """Whether rows of a ``PagedCache`` can continue at positions ``first`` [batch, 1].
 
-        False if a ring has overwritten something that tokens at or after ``first`` read.
+        False if a ring has overwritten what a token at position ``first`` or later would read.
         """
 
     # The model
@@ -312,7 +312,7 @@ class ModelSpec(ABC):
         """
 
     def states_of(self, hidden: Any) -> Tensor:
-        """Return a layer's input as Hugging Face's hooks see this input, [1, num_tokens, ...]."""
+        """Return a layer's input as Hugging Face's hooks see it, [1, num_tokens, ...]."""
         states: Tensor = hidden
         return states
 
@@ -327,7 +327,7 @@ class ModelSpec(ABC):
     def normed(
         self, body: Any, streams: Tensor, part: str = "norm", run: Runner = run_part
     ) -> Tensor:
-        """Return the final, normed states of streams; ``run`` runs this part.
+        """Return the final, normed states of streams. The runner ``run`` runs this part.
 
         ``body`` is the model or the draft layer that returned the streams.
         """
@@ -340,7 +340,7 @@ class ModelSpec(ABC):
         self, module: Any, hidden: Tensor, context: LayerContext, given: Mapping[str, Any]
     ) -> tuple[Any, ...]:
         """Return what Hugging Face's attention would return. ``given`` has the other arguments of
-        its forward."""
+        the attention's forward."""
         return self.attention(module, hidden, context), None
 
     @property
@@ -371,12 +371,12 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
-        """Modules of an attention layer that steps do not call."""
+        """Yield the modules of an attention layer that steps do not call."""
 
     @abstractmethod
     def draft_kinds(self, op: str) -> tuple[str, ...]:
-        """Return the kinds of the draft layers; raise an error of ``op`` if the settings do not
-        support draft layers."""
+        """Return the kinds of the draft layers. If the settings do not support draft layers, raise
+        an error that names ``op``."""
 
     @abstractmethod
     def draft_layer(self, op: str, model: Any) -> Any:

@@ -16,10 +16,11 @@ from dsv4_ops.integrations.transformers.tensors import in_vocabulary
 
 
 def take_classes(draft: Any, body: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give a draft's decoder layer the quantised modules and the dtypes of the model's layers.
+    """Give a draft's decoder layer the quantised modules, without weights, and the dtypes of the
+    model's layers.
 
-    For each module, take the module of the same name from the last layer that has this module: not
-    all layers have an indexer or experts. ``dtypes`` are for tensors outside of the decoder layer.
+    Each module comes from the last layer that has a module of this name, because not all layers
+    have an indexer or experts. ``dtypes`` are for tensors outside of the decoder layer.
     """
     of_layer: dict[str, torch.dtype] = {}
     for source in body.layers:

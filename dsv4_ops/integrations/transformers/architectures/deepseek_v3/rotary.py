@@ -33,12 +33,12 @@ class Rotary:
     scaling: float
 
     def table(self, num_positions: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """Cosines and sines, [num_positions, 2 * pairs], float32.
+        """Return cosines and sines, [num_positions, 2 * pairs], float32.
 
         Args:
             num_positions: Rows.
-            dtype: Compute angles in float32 and round the cosines and sines to this dtype, as
-                Hugging Face does. With None, compute in float64 and round to float32.
+            dtype: Angles are computed in float32, and cosines and sines are rounded to this dtype,
+                as in Hugging Face. With None, all are computed in float64 and rounded to float32.
             device: Device of the table.
         """
         exact: dict[str, Any] = {"dtype": torch.float64 if dtype is None else torch.float32}
@@ -80,8 +80,8 @@ def rotary_of(op: str, config: Any) -> Rotary:
 
 
 def softmax_scale(config: Any) -> float:
-    """Scale of the attention logits. If the configuration sets ``mscale_all_dim`` for YaRN, the
-    scale includes the square of YaRN's mscale."""
+    """Return the scale of the attention logits. If the configuration sets ``mscale_all_dim`` for
+    YaRN, the scale includes the square of YaRN's mscale."""
     scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
     rope = config.rope_parameters
     all_dim = rope.get("mscale_all_dim", 0)

@@ -111,8 +111,8 @@ class MlaModelSpec(ModelSpec):
     def of(
         cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution
     ) -> MlaModelSpec:
-        """Build the spec of ``config``; raise an error of ``op`` if the family does not support
-        ``config``."""
+        """Build the spec of ``config``. If the family does not support ``config``, raise an error
+        that names ``op``."""
         Checks(op).one_of("kv", kv, *cls.layout_of_kv, belongs_to="the cache shall hold")
         layout, dtype = cls.layout_of_kv[kv]
         _check_sizes(op, config, kv, layout)
@@ -168,7 +168,7 @@ class MlaModelSpec(ModelSpec):
 
     @classmethod
     def check_config(cls, op: str, config: Any, kv: str, execution: Execution) -> None:
-        """Raise an error of ``op`` for settings that the family does not support."""
+        """Raise an error that names ``op`` for settings that the family does not support."""
         _check_execution(op, kv, execution)
 
     @classmethod
@@ -240,7 +240,7 @@ class MlaModelSpec(ModelSpec):
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
         table, num_tokens = cache.tables.blocks, step.tokens.positions.shape[0]
         rank = None if self.parallel is None else cache.tables.cp_rank
-        # add no guard for a symbolic size
+        # this comparison adds no guard for a symbolic size
         if statically_known_true(num_tokens <= step.num_reqs):
             return mla_step_of_tokens(self.layers, step.tokens, table, cp_rank=rank)
         absorbed = schedule == "decode" or self.absorbs(cache, num_tokens, step.num_reqs)
@@ -497,7 +497,7 @@ class AbsorbedWeights(Rewrite):
 
     @torch.no_grad()
     def _split(self, attention: Any) -> None:
-        """Compute the halves of ``kv_b_proj``, into the same buffers if possible."""
+        """Compute the halves of ``kv_b_proj``, and store them in the same buffers if possible."""
         spec, weight = self.layers, local(attention.kv_b_proj.weight)
         halves = split_kv_b_proj(
             dense_weight(attention.kv_b_proj, weight),
@@ -519,7 +519,7 @@ class AbsorbedWeights(Rewrite):
 
 
 class OneOpRouter(Rewrite):
-    """Run the router of V3, V3.2 and GLM-5 as one op; Hugging Face's router takes a dozen
+    """Run the router of V3, V3.2 and GLM-5 as one op; Hugging Face's router launches a dozen
     kernels."""
 
     def applies(self, module: Any) -> bool:

@@ -124,7 +124,7 @@ class DsaModelSpec(MlaModelSpec):
         return {
             "indexer_layout": layers.indexer_layout,
             "indexer_pairs": layers.interleaved,
-            "index_topk": layers.index_topk,  # shorter caches have no indexer keys
+            "index_topk": layers.index_topk,  # up to this length, caches have no indexer keys
         }
 
     # The cache

@@ -64,8 +64,8 @@ def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
     """Whether the kernel that splits the attention output into groups can also quantise the output.
 
     The codes equal the codes that ``projection`` computes, except in blocks with an amax below
-    1e-4, where the scales are smaller. Only prefill steps use this. In a decode step the attention
-    kernel itself writes the groups, so quantisation there would save no pass over the output.
+    1e-4, whose scales are smaller. Only prefill steps quantise in this kernel. In a decode step the
+    attention kernel writes the groups, so quantisation there would save no pass over the output.
     """
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16
@@ -126,8 +126,8 @@ def _kv_score(compressor: Any, float32: bool, x: Tensor) -> Tensor:
 
 
 def _project(layer: Any, x: Tensor, float32: bool) -> Tensor:
-    """Project ``x``: with a float32 result if ``layer`` is unchanged, else in the layer's
-    precision."""
+    """Project ``x``. The result is in float32 if ``float32`` is True and ``layer`` is unchanged,
+    and otherwise in the layer's precision."""
     if float32 and is_linear(layer):
         return linear_float32(x, layer.weight)
     return layer(x.to(layer.weight.dtype) if type(layer) is torch.nn.Linear else x)
@@ -141,7 +141,7 @@ def head_weights(indexer: Any) -> Any:
 
 
 def head_parts(attention: Any) -> Iterator[HeadPart]:
-    """Parameters that have a dimension of attention heads."""
+    """Yield the parameters that have a dimension of attention heads."""
     config = attention.config
     heads, groups = config.num_attention_heads, config.o_groups * config.o_lora_rank
     yield "q_b_proj", _weight(attention.q_b_proj), 0, heads * config.head_dim
@@ -151,7 +151,7 @@ def head_parts(attention: Any) -> Iterator[HeadPart]:
 
 
 def index_head_parts(attention: Any) -> Iterator[HeadPart]:
-    """Parameters that have a dimension of indexer heads."""
+    """Yield the parameters that have a dimension of indexer heads."""
     config, indexer = attention.config, getattr(attention.compressor, "indexer", None)
     if indexer is not None:
         heads = config.index_n_heads
@@ -175,7 +175,7 @@ def _weights(module: Any, spec: LayerSpec, rope: Tensor) -> LayerWeights:
 
 
 def skipped_modules(attention: Any) -> Iterator[tuple[str, Any]]:
-    """Modules of an attention layer that steps do not call."""
+    """Yield the modules of an attention layer that steps do not call."""
     yield "q_b_norm", attention.q_b_norm
     compressor = attention.compressor
     indexer = getattr(compressor, "indexer", None)

@@ -119,7 +119,7 @@ class RingSpec(ModelSpec):
         is_intact = torch.ones_like(first, dtype=torch.bool)
         for name, (begin, block) in needed.items():
             ring, blocks = cache.rings[name], getattr(cache.tensors.tables, name).shape[1]
-            if ring < blocks:  # an unaligned span fills one block less than the ring has
+            if ring < blocks:  # an unaligned span fills one block fewer than the ring has
                 begin = begin.clamp(min=0)
                 is_intact = is_intact & ((begin >= end - (ring - 1) * block) | (begin >= first))
         return is_intact
@@ -142,6 +142,6 @@ def _is_ring(blocks: Tensor, table: Tensor) -> int:
 
 def _positions(blocks: Tensor, table: Tensor, block: int) -> int:
     """Return how many positions a row's blocks can hold. In a ring the first position may be in the
-    middle of a block, so one block does not count."""
+    middle of a block, so one block is left out of the count."""
     full_blocks: int = blocks.shape[0] // table.shape[0] - _is_ring(blocks, table)
     return full_blocks * block

@@ -100,8 +100,8 @@ class DeepseekV4Spec(RingSpec):
     def of(
         cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution
     ) -> DeepseekV4Spec:
-        """Build the spec of ``config``; raise an error of ``op`` if the family does not support
-        ``config``."""
+        """Build the spec of ``config``. If the family does not support ``config``, raise an error
+        that names ``op``."""
         batch_invariant, impl, plan, parallel, query = execution
         if query is not None:
             raise argument_error(
@@ -248,8 +248,8 @@ class DeepseekV4Spec(RingSpec):
         return self.build_ring_step(layers, step, cache, heads)
 
     def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
-        """Return the spec for a step, with a library's schedules if the layers can use such
-        schedules."""
+        """Return the spec for a step, with a library's schedules if the layers can use them in this
+        step."""
         layers = self.step_layers
         if layers.sm_parts and schedule != "decode":
             return self.layers
@@ -494,7 +494,7 @@ _OF_STEPS = ("batch_invariant", "impl", "schedule_sms", "sm_parts")
 
 
 def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dtype | None) -> str:
-    """Return all settings, except for weights, that decide the meaning of a cache's tensors."""
+    """Return, as text, all settings on which the meaning of a cache's tensors depends."""
     values: dict[str, Any] = {"layers": ",".join(kinds), "angles": rope_dtype or "exact"}
     parts: list[LayerSpec | AttentionSpec | YarnScaling] = [layers.attention, layers]
     for part in parts if layers.yarn is None else [*parts, layers.yarn]:
