@@ -38,11 +38,11 @@ def load_mtp(model: Any, path: Path | str) -> Any:
         ``model``.
 
     Raises:
-        ValueError: the model is not patched, has a draft layer already, or has other sizes; the
-            checkpoint has no draft layer; or a tensor of the layer is missing, transposed, unknown,
-            of another dtype, or contains NaN or an infinity. For V4 and other models whose scales
-            Hugging Face stores as bytes, also if a float32 scale is not a power of two. The error
-            names the tensor.
+        ValueError: the model is not patched, has a draft layer already, or has other sizes than the
+            checkpoint; the checkpoint has no draft layer; or a tensor of the layer is missing,
+            transposed, unknown, of another dtype, or contains NaN or an infinity. For V4 and other
+            models whose scales Hugging Face stores as bytes, also if a float32 scale is not a power
+            of two. The error names the tensor.
         NotImplementedError: a DSpark draft, several draft layers, a checkpoint of another
             architecture, a draft layer without quantisation for a quantised model, a model that is
             split over ranks, or a model whose cache several ranks share. An error leaves the model

@@ -25,7 +25,7 @@ _CLASSES = {
 }
 """Model class for each ``model_type``."""
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Values of ``device_map`` with which Hugging Face chooses devices."""
+"""Values of ``device_map`` that let Hugging Face choose the devices."""
 _ELSEWHERE = ("gguf_file", "state_dict", "subfolder", "variant")
 """Settings with which ``from_pretrained`` would read files that were not checked."""
 
@@ -45,7 +45,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
 
     Args:
         path: Folder of the checkpoint.
-        scales: Whether ``check_checkpoint`` reads the scales. Without the scales, no check finds
+        scales: Whether ``check_checkpoint`` reads the scales. If it does not, no check finds
             float32 scales that Hugging Face rounds to bytes (``scale_fmt="ue8m0"``).
         settings: Arguments of ``from_pretrained``, such as ``device_map="cuda"``.
 

@@ -70,7 +70,7 @@ def sizes_of(config: Any, headers: Mapping[str, StoredTensor]) -> dict[str, int]
 
 
 def released_weights(draft: Any) -> dict[str, Tensor]:
-    """Weights of an unquantised draft layer, by their names in released files."""
+    """Return the weights of an unquantised draft layer, by their names in released files."""
     linears = {f"{source}.weight": f"{target}.weight" for source, target in _LINEARS.items()}
     state = draft.state_dict()
     weights = {source: state[target] for source, target in (linears | _OTHERS).items()}

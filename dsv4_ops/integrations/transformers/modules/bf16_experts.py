@@ -46,7 +46,7 @@ class Bf16Experts(Rewrite):
 
     Args:
         recipe: The recipe that ``patch`` got.
-        impl: The setting of ``patch``.
+        impl: ``patch``'s argument ``impl``.
     """
 
     def __init__(self, recipe: Recipe, impl: str) -> None:

@@ -40,7 +40,7 @@ class StepModules(Protocol):
         """Whether the query heads are split over the ranks."""
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
-        """Names and modules of an attention layer that steps do not call."""
+        """Yield the modules of an attention layer that steps do not call, by name."""
 
     def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
         """Raise if an attribute of an attention layer has a value that steps do not support."""
@@ -63,7 +63,7 @@ def check_modules(
 ) -> None:
     """Raise if a module that our ops replace was changed, or is not on the cache's device.
 
-    On the host, also raise if a class no longer has the forward that ``patch`` saw.
+    Outside of a trace, also raise if a class no longer has the forward that ``patch`` saw.
     """
     if own_forward(body) is not None:
         raise _changed(op, "model.model", "a forward of its own")
@@ -162,7 +162,8 @@ def check_skipped(
 
 
 def check_placement(op: str, model: Any) -> None:
-    """Raise if ``accelerate`` split or offloaded a model: our attention skips its hooks."""
+    """Raise if ``accelerate`` split or offloaded a model: our attention skips accelerate's
+    hooks."""
     for name, module in model.named_modules():
         _check_hook(op, name or "model", module)
         if is_part(module, "Model"):
@@ -227,8 +228,8 @@ def check_body(op: str, model: Any) -> None:
 
 
 def uncalled(model: Any) -> str | None:
-    """Return the name of a module around the layers that has hooks or a forward which a step would
-    not call, or None."""
+    """Return the name of a module around the layers whose hooks or own forward a step would not
+    call, or None."""
     for name, module in (("model", model), ("model.model", model.model)):
         hooks = module._forward_hooks or module._forward_pre_hooks
         if hooks or own_forward(module) is not None:

@@ -77,12 +77,12 @@ class FusedLinear(nn.Module):
 
     def heads(self, x: Tensor, dims: Sequence[int]) -> list[Tensor]:
         """Return the output of each layer for ``x`` [rows, k]. An output is [rows, heads, dim];
-        ``dims`` has the layers' dims."""
+        ``dims`` has the ``dim`` of each layer."""
         out = self(x)
-        # the product is the start of its storage, so a layer's offset in it is an offset in the
-        # storage
+        # the product is at the start of its storage, so a layer's offset in the product is its
+        # offset in the storage
         starts = itertools.accumulate(self.sizes, initial=0)
-        # Inductor would specialise a view of a slice on one row or on several, and compile again
+        # Inductor would specialise a view of a slice to one row or to several, and compile again
         return [
             out.as_strided((out.shape[0], size // dim, dim), (out.stride(0), dim, 1), start)
             for size, dim, start in zip(self.sizes, dims, starts, strict=False)
@@ -186,7 +186,7 @@ class FusedProjections(Rewrite):
 
     Args:
         recipe: The recipe that ``patch`` got.
-        impl: The setting of ``patch``.
+        impl: ``patch``'s argument ``impl``.
     """
 
     def __init__(self, recipe: Recipe, impl: str) -> None:

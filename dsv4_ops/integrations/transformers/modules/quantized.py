@@ -57,7 +57,7 @@ class QuantizedWeights(Rewrite):
 
     Args:
         recipe: The recipe that ``patch`` got.
-        impl: The setting of ``patch``.
+        impl: ``patch``'s argument ``impl``.
     """
 
     def __init__(self, recipe: Recipe, impl: str) -> None:
@@ -91,8 +91,8 @@ class QuantizedWeights(Rewrite):
         return getattr(body.config, "quantization_config", None) is not None
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Raise if an adapter changes codes; share scales again if a program moved or replaced
-        scales."""
+        """Raise if an adapter changes codes. If a program moved or replaced scales, let the buffers
+        share their storage again."""
         _check_adapter(op, name, module)
         share_scales(module)
 

@@ -35,17 +35,17 @@ _MODELLING = {
 """Prefix of the class names in each modelling file of Hugging Face."""
 _ACTIVATIONS = "transformers.activations", "torch.nn.modules.activation"
 _TRUSTED = ("torch", "transformers")
-"""Packages whose decorators may wrap a forward that still counts as Hugging Face's own."""
+"""Packages whose decorators may wrap a forward that we still treat as Hugging Face's own."""
 QUANTIZED_LINEAR, QUANTIZED_EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
 SOURCE = "_dsv4_ops_source"
-"""Attribute with the address and the version of the weight from which buffers were made."""
+"""Attribute that holds the address and the version of the weight that buffers were made from."""
 CLASS = "_dsv4_ops_class"
-"""Attribute with the class name that ``mark`` stored."""
+"""Attribute that holds the class name that ``mark`` stored."""
 _BELOW_HOOK = "_old_forward"
-"""Attribute with the forward that accelerate's hooks call."""
+"""Attribute that holds the forward that accelerate's hooks call."""
 REPLACED = "_dsv4_ops_replaced_forward"
-"""Attribute with the forward that an instance had before a bound method replaced this forward, or
-None."""
+"""Attribute of a copy that ``with_methods`` made. It holds the forward that the instance itself had
+before ``patch``, or None."""
 
 
 class Replacement:
@@ -142,8 +142,8 @@ def _owner_of(kind: type, name: str) -> type | None:
 
 
 def _package_of(function: Any) -> str:
-    """Return the package of a function's code, from the function's globals. functools.wraps does
-    not copy the globals, but would copy ``__module__``."""
+    """Return the package of a function's code. The package is read from the function's globals,
+    because functools.wraps copies ``__module__``, but not the globals."""
     name: str = getattr(function, "__globals__", {}).get("__name__", "")
     return name.partition(".")[0]
 
@@ -229,7 +229,8 @@ def _is_accelerates(hook: Any) -> bool:
 
 
 def quantized_weights(module: Any) -> tuple[str, ...]:
-    """Names of a module's weights in the released format; other formats name scales differently."""
+    """Return the names of the module's weights that are in the released format. Other formats name
+    scales differently."""
     parameters = module._parameters
     if f"{QUANTIZED_EXPERTS[0]}_scale_inv" in parameters:
         return QUANTIZED_EXPERTS

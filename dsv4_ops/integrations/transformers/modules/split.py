@@ -36,7 +36,7 @@ SPLIT = "dsv4_ops_split"
 _OWN = "dsv4_ops_own_weight"
 """Buffer with this rank's rows of an embedding or a head."""
 _BEFORE = "_dsv4_ops_split_forward"
-"""Attribute with the forward that Hugging Face's plan set."""
+"""Attribute that holds the forward that Hugging Face's tensor-parallel plan set."""
 
 
 class Split(NamedTuple):
@@ -166,7 +166,7 @@ class SplitModules(Rewrite):
         return weight is not None and is_split(weight)
 
     def _weight(self, module: Any) -> Any:
-        """Return a weight of a module that we run, or None."""
+        """Return a weight of ``module`` if our forwards run the module, else None."""
         weights = quantized_weights(module)
         if not weights and not any(module is table for table in self.tables):
             return None
@@ -209,7 +209,7 @@ def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
 
 
 def _adds(module: Any) -> bool:
-    """Whether ranks must sum their outputs if each has other rows (dimension 0) of the weights.
+    """Whether ranks must sum their outputs if the weights are split along dimension 0.
     Linear layers need no sum, because each rank computes other columns of the output."""
     return isinstance(module, nn.Embedding) or quantized_weights(module) == QUANTIZED_EXPERTS
 
