@@ -1,10 +1,11 @@
 """Our decoding loop for ``generate``, which keeps the texts in tensors of fixed size.
 
-Hugging Face prepares the inputs and makes the processors, and runs the prefill unless a kept step
-can (``prefilled``). Hugging Face's own loop would then build new inputs for every token, and
-compile again for each batch size. Our loop instead runs one step on the same tensors. On a GPU, our
-loop captures the step in a CUDA graph, and checks only every ``CHECK_EVERY`` steps whether all
-texts have ended. If ``generate`` made the cache, later calls of ``generate`` use the graph again.
+Hugging Face prepares the inputs and makes the processors. It also runs the prefill, unless a step
+that earlier calls have left on the model can run it (``prefilled``). Hugging Face's own loop would
+then build new inputs for every token, and compile again for each batch size. Our loop instead runs
+one step on the same tensors. On a GPU, our loop captures the step in a CUDA graph, and checks only
+every ``CHECK_EVERY`` steps whether all texts have ended. If ``generate`` made the cache, later
+calls of ``generate`` use the graph again.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class DeviceDecoding:
     """Decoding method for ``generate``: our loop if ``takes`` is true, or else Hugging Face's loop.
 
     Args:
-        on_end: Function that gets ``Texts.ended`` and ``Texts.padded`` at the end.
+        on_end: Function to call with ``Texts.ended`` and ``Texts.padded`` at the end.
         streamer: The streamer of the call. Hugging Face passes a streamer only to its own methods.
         kept: Function that returns the kept cache that the call has taken, or None.
     """
@@ -247,8 +248,8 @@ def _calls_only_ours(model: Any) -> bool:
 
 
 def _are(instances: Any, names: tuple[str, ...], module: str) -> bool:
-    """Whether the class of each instance is a Hugging Face class with one of these names. A
-    subclass does not count."""
+    """Whether the class of each instance is a Hugging Face class with one of these names, and not a
+    subclass of such a class."""
     return all(
         type(each).__name__ in names
         and type(each).__module__ == f"transformers.generation.{module}"
@@ -349,8 +350,8 @@ class Texts:
 
 
 def _check_every(device: torch.device) -> int:
-    """Return the number of steps between two checks. A CPU checks after every step, because checks
-    cost a CPU no time."""
+    """Return the number of steps between two checks, which is 1 on a CPU, because a check takes no
+    time there."""
     return 1 if device.type == "cpu" else CHECK_EVERY
 
 
@@ -400,7 +401,7 @@ def compiled_step(
     Args:
         model: A patched model.
         step: ``decode_step``, ``prefill_step``, or another step with ``of_parts``.
-        config: A ``CompileConfig`` or None. Only the backend and the options matter.
+        config: A ``CompileConfig`` or None. Only the backend and the options are read.
         on_part: See ``compile_step``.
         of_parts: See ``CompiledStep``.
     """

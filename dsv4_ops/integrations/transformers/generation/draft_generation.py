@@ -37,7 +37,7 @@ from dsv4_ops.integrations.transformers.tensors import StepBatch
 
 _OP = "generate"
 MOST_DRAFTS = 64
-"""Maximum drafts of a step. Each draft is a run of the draft layer, and costs memory and time."""
+"""Maximum number of drafts per step. Each draft needs a run of the draft layer, memory and time."""
 _WARPERS = (
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -136,7 +136,7 @@ class DraftDecoding:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        **rest: Any,  # has the mask: Hugging Face would pass a parameter of that name twice
+        **rest: Any,  # holds the mask, which Hugging Face would pass twice as a named parameter
     ) -> Tensor:
         """Return prompts and new tokens, padded on the right, [batch, length]."""
         cache = rest.get(cache_argument())
@@ -199,7 +199,7 @@ class _Run:
         )
 
     def step(self, previous: SpeculativeStep) -> SpeculativeStep:
-        """Run the step that follows ``previous``; the next captured step overwrites the result."""
+        """Run the step that follows ``previous``; a later replay overwrites the result."""
         batch, count = previous.batch, 2 * self.num_drafts + 1
         sampling = (previous.draft_probs, self._uniforms(len(previous.tokens), count))
         inputs = [each for each in (batch.tokens, batch.seq_lens, *sampling) if each is not None]

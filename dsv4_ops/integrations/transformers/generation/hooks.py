@@ -38,8 +38,8 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
 
 Method = Callable[..., Any]
 
-# Maximum tokens of a prefill step, and minimum per row. These limits bound the memory of window
-# rings.
+# Maximum tokens of a prefill step, and minimum tokens per row, which takes precedence. Both limit
+# ``max_chunk``, and thus the memory of window rings.
 _STEP_TOKENS, _MIN_CHUNK = 16384, 256
 
 
@@ -240,7 +240,7 @@ def _chunk(
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any], longest: int) -> int:
-    """Return the columns of the prompts, or ``longest`` if the call says no length."""
+    """Return the number of columns of the prompts, or ``longest`` if the call does not give it."""
     mask = model_kwargs.get(MASK)
     columns = longest if mask is None else mask.shape[1]
     length: int = getattr(generation_config, "_mask_length", columns)

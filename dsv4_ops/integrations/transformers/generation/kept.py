@@ -27,12 +27,12 @@ DEVICES = ("cuda",)
 """Types of device on which calls keep caches: those with CUDA graphs."""
 
 WARM_CALLS = 2
-"""Calls of a step before a CUDA graph captures it."""
+"""Number of calls of a step before a CUDA graph captures it."""
 
 MOST_CACHES = 2
 MOST_GRAPHS = 12
-"""Maximum graphs of a cache. A graph is for one number of texts and, in a prefill, one number of
-tokens."""
+"""Maximum number of graphs of a cache. A graph is for one number of texts and, in a prefill, one
+number of tokens."""
 LEAST_TOKENS, MOST_TOKENS = 64, 2048
 """Minimum and maximum tokens of a captured prefill. In longer prefills, the host is faster than the
 GPU."""

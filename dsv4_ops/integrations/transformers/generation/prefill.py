@@ -21,8 +21,8 @@ _POSITIONS = (torch.int64, torch.int32)
 def chunks(
     prompts: Sequence[Tensor], most: int, device: torch.device
 ) -> Iterator[tuple[StepBatch, list[int]]]:
-    """Yield steps of at most ``most`` tokens per prompt. With each step, yield the number of tokens
-    of each prompt that have run after this step.
+    """Yield steps of at most ``most`` tokens per prompt, and with each step how many tokens of each
+    prompt have run after it.
 
     The function splits prompts as if they had padding on the left: all prompts end in the last
     step, and a short prompt begins in a later step.
@@ -55,7 +55,7 @@ def bucket(num_tokens: int) -> int:
 def prefilled(
     model: Any, ids: Tensor, config: Any, inputs: dict[str, Any], cache: KeptCache
 ) -> Tensor | None:
-    """Run the prompts of a call of ``generate`` by kept steps.
+    """Run the prompts of a call of ``generate`` with steps that the model keeps.
 
     Args:
         model: The patched model.
@@ -87,7 +87,7 @@ def prefilled(
             if tokens not in steps:
                 steps[tokens] = cache.step(step, len(ids), tokens)
             logits = steps[tokens](batch, paged.tensors)
-    except torch.OutOfMemoryError:  # a graph needs memory in addition to that of eager steps
+    except torch.OutOfMemoryError:  # a graph needs more memory than eager steps
         steps.clear()
     else:
         return logits

@@ -83,7 +83,7 @@ def check_prompts(arguments: dict[str, Any]) -> None:
     """Raise if a prompt has no tokens, or if the mask does not fit the prompts.
 
     Expand a mask of one row to all prompts. Without this check, Hugging Face would raise an error
-    about positions, which Hugging Face counts in the mask.
+    about positions, because Hugging Face computes positions from the mask.
     """
     name = next((each for each in _PROMPTS if isinstance(arguments.get(each), Tensor)), None)
     if name is None:

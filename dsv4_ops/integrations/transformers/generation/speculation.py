@@ -71,8 +71,8 @@ def speculative_step(
     Args:
         model: A patched model with a draft layer (``load_mtp``).
         batch: The step, such as ``batch`` of the previous step. Every request has its last token,
-            then num_drafts drafts (at least 1); ``query_start_loc`` is 0, num_drafts + 1, and so
-            on.
+            then num_drafts drafts (at least 1); ``query_start_loc`` is [0, num_drafts + 1,
+            2 * (num_drafts + 1), ...].
         cache: A cache of ``PagedCache.for_model`` with ``next_n`` of at least num_drafts + 1, or
             the ``tensors`` of such a cache.
         draft_probs: ``draft_probs`` of the previous step; None if the drafts were not sampled.
@@ -195,9 +195,9 @@ def speculative_prefill(
         batch: The step, as in ``prefill_step``.
         cache: See ``speculative_step``.
         num_drafts: Number of drafts per request. At least 1.
-        following: For a request whose prompt continues after this step, the next token of the
-            prompt, [num_reqs], int64. -1 if the prompt ends in this step, so that the model chooses
-            the next token; None if all prompts end.
+        following: For each request, the next token of its prompt after this step, [num_reqs],
+            int64; -1 if the prompt ends in this step, so that the model chooses the next token.
+            None if all prompts end in this step.
         uniforms: [num_reqs, num_drafts + 1], float32: one for the next token, then one per draft.
         temperature: See ``speculative_step``.
         warp: See ``speculative_step``.
@@ -241,8 +241,8 @@ def speculative_prefill(
     next_tokens = verified.tokens[:, 0]
     if following is not None:
         next_tokens = torch.where(following >= 0, following, next_tokens)
-    # a gather: in a scatter to ``last``, a request without tokens would write to the last token of
-    # the previous request
+    # gather, because in a scatter to ``last`` a request without tokens would write to the previous
+    # request's last token
     request = torch.searchsorted(
         batch.query_start_loc[1:].contiguous(),
         torch.arange(num_tokens, dtype=torch.int32, device=last.device),
@@ -363,7 +363,7 @@ def _draft(
     Args:
         spec: Spec of the model.
         model: The model.
-        batch: The step. The lengths of requests do not count the token that the model has just
+        batch: The step. The lengths of requests do not include the token that the model has just
             chosen.
         trunk: The step; the streams of its tokens; the next token after each token; and the index
             of each request's last token.
