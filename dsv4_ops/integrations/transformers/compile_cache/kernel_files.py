@@ -1,6 +1,6 @@
 """Compiled kernels that torch's cache artifacts leave out.
 
-Without these files, a process that loads parts of a step compiles or times their kernels again:
+Without these files, a process that loads parts of a step would compile or tune their kernels again:
 
 - shared libraries of C++ kernels, and the results of Inductor's test of vector instructions;
 - the fastest configurations of Triton kernels. Inductor's workers name these files without the

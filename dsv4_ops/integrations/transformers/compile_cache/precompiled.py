@@ -4,23 +4,24 @@ A stored part has the results of Dynamo, AOTAutograd and Inductor, as torch save
 ``aot_compile``, but no guards of Dynamo. In place of guards, a part has a name, which
 ``environment`` and ``described`` compute. No name depends on numbers in tensors.
 
-- With fixed sizes, the name has all that a trace can read of the process, the model, the batch and
-  the cache.
-- With symbolic sizes, the name has all that a trace can read of the process and the model, and the
-  structure of the cache. The checks of the step have passed for the batch, the cache and the model.
-  A part stores the assumptions of its graph about sizes (``SizeGuards``), which are checked once
-  for each new set of sizes. If the assumptions do not hold, another part of the same name may fit.
-  These variants of a name are numbered.
+- With fixed sizes, the name is a digest of all that a trace can read of the process, the model, the
+  batch and the cache.
+- With symbolic sizes, the name is a digest of all that a trace can read of the process and the
+  model, and of the structure of the cache. The checks of the step have passed for the batch, the
+  cache and the model. A part stores the assumptions of its graph about sizes (``SizeGuards``),
+  which are checked once for each new set of sizes. If the assumptions do not hold, another part of
+  the same name may fit. These variants of a name are numbered.
 
-A step looks its parts up again when ``Watch`` sees that a described object was replaced.
+A step looks its parts up again when ``Watch`` sees that an object in the description was replaced.
 
-Torch's own means miss what this module keeps. Measured on a CPU with torch 2.15, for the four parts
-of a small V3: a process that loads them takes 0.2 CPU seconds and traces no graph.
+Torch's own caches do not store all that this module stores. Measured on a CPU with torch 2.15, for
+the four parts of a small V3: a process that loads the stored parts takes 0.2 CPU seconds and traces
+no graph.
 
 - With ``save_cache_artifacts`` the next process traces 4 graphs and compiles their C++ kernels (10
-  s), with ``caching_precompile`` it traces 3 (14 s), because 1 part of 4 is saved.
-- ``aot_compile`` cannot save 109 of the 485 guards of a layer: hooks and replaced methods are not
-  noticed. A step with the other guards takes 7.0 ms instead of 1.5 ms.
+  s). With ``caching_precompile`` it traces 3 graphs (14 s), because only 1 part of 4 is saved.
+- ``aot_compile`` cannot save 109 of the 485 guards of a layer, so hooks and replaced methods are
+  not noticed. With the other guards, a step takes 7.0 ms instead of 1.5 ms.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ _UNREAD_NAMES = (
 
 
 class Watch:
-    """The contents of containers and attributes that a description read, to detect later
+    """A record of what containers and attributes held when a description read them, to detect later
     changes."""
 
     def __init__(self) -> None:
@@ -144,8 +145,8 @@ class Undescribed(Exception):
 def described(values: Sequence[Any], watch: Watch | None = None) -> str:
     """Return a digest of all that a trace can read of ``values``, except for numbers in tensors.
 
-    Two processes get the same digest if types, sizes, constants and code are equal, and the same
-    tensors are shared or share memory. Attributes that only number the layers are left out.
+    Two processes get the same digest if types, sizes, constants and code are equal, and if the same
+    tensors are shared or share memory in both. Attributes that only number layers are left out.
 
     Raises:
         Undescribed: a value is a process group, a tensor subclass, or an object without attributes.
@@ -169,8 +170,8 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Walk:
-    """A walk over values, of which ``digest`` is a digest. If a walk is not deep, it describes only
-    the types of objects, and of containers other than tuples."""
+    """A walk over values, which ``digest`` summarises. A walk that is not deep describes only the
+    types of objects, and of containers other than tuples."""
 
     def __init__(self, watch: Watch, is_deep: bool = True) -> None:
         self._words: list[str] = []
@@ -301,8 +302,9 @@ class _Walk:
 
 _slots_of: Callable[[type], list[str]]
 _slots_of = copyreg._slotnames  # type: ignore[attr-defined]  # exists since Python 2
-"""Return the names of the slots of a class and its bases. Python stores these names in the class,
-as a compile does when it copies or pickles an object: a later addition would count as a change."""
+"""Return the names of the slots of a class and its bases. The call also stores these names in the
+class. A compile that copies or pickles an object would store them too, and if it were the first to
+do so, the addition would look like a change of the class."""
 
 
 _OUTLINES: weakref.WeakKeyDictionary[type | ModuleType, tuple[Watch, str]]
@@ -311,9 +313,9 @@ _OUTLINES = weakref.WeakKeyDictionary()
 
 def outline(owner: type | ModuleType) -> str:
     """Return a digest of the code and the constants of a class, or of a module, its classes and its
-    source file; of modules of torch and of Python, only the file counts.
+    source file. For modules of torch and of Python, the digest is of the file alone.
 
-    Leave out the contents of lists and dictionaries: programs change these contents without a
+    Lists and dictionaries are described without their contents, which programs change without a
     change of code. ``_OUTLINES`` keeps the digests, because layers share classes.
     """
     watch, digest = _OUTLINES.get(owner, (None, ""))
@@ -400,7 +402,7 @@ def state(device: torch.device) -> tuple[Any, ...]:
 
 
 def environment(settings: Mapping[str, Any]) -> str:
-    """Return a digest of this package, the versions, the device and the compilers' settings.
+    """Return a digest of this package, other software, the device and the compilers' settings.
 
     Raises:
         Undescribed: the backend is not Inductor, or a setting is not supported.
@@ -460,7 +462,7 @@ def compiled(
     """Compile a function for these arguments; return the part, and the bytes for ``loaded``.
 
     Returns:
-        None: torch cannot save compiled functions, or cannot save this function.
+        None if torch cannot save compiled functions at all, or cannot save this function.
     """
     from dsv4_ops.lowering.workers import kernels_in_workers
 
@@ -489,7 +491,7 @@ def compiled(
             made.save_compiled_function(str(path))
             content = path.read_bytes()
         sources = {source.module for source in made.source_info().inlined_sources}
-        sources -= {function.__module__}  # ``environment`` has it, and Dynamo adds names to it
+        sources -= {function.__module__}  # ``environment`` covers it, and Dynamo adds names to it
         header = {
             "sources": {name: outline(importlib.import_module(name)) for name in sorted(sources)},
             "modules": sorted(name for name in sys.modules if name.startswith(_WITH_OPS)),
@@ -678,8 +680,8 @@ def folder_of_parts() -> Path | None:
     If the variable is not set, return the folder ``dsv4_ops`` in the user's cache folder.
 
     Returns:
-        None: the variable is "off", or the folder in the user's cache folder cannot be made, or
-            another user can write to this folder. A part from another user could run any code.
+        None if the variable is "off", if the folder in the user's cache folder cannot be made, or
+        if another user can write to this folder. A part from another user could run any code.
     """
     setting = os.environ.get("DSV4_OPS_CACHE", "")
     if setting:

@@ -60,22 +60,23 @@ from dsv4_ops.integrations.transformers.steps.step import (
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 MOST_WHOLE = 8
-"""Maximum layers that "auto" compiles as one graph. With more layers, compiling takes too long."""
+"""Maximum number of layers that "auto" compiles as one graph. More would compile for too long."""
 
 MOST_PLANS = 256
-"""Maximum plans. A plan lists the parts of a step of one size. At the maximum, the next plan
-replaces all plans."""
+"""Maximum number of plans. A plan lists the parts of a step for one size. If there are so many, the
+next plan replaces all of them."""
 
 MOST_VARIANTS = 4
-"""Maximum compiled parts with the same key (``CompiledStep._part_of``). Their graphs assume
-different sizes."""
+"""Maximum number of compiled parts with the same key (``CompiledStep._part_of``). Graphs of these
+parts assume different sizes."""
 
 MOST_CHANGES = 8
-"""Maximum changes of the model. After more changes, only Dynamo's guards select compiled parts."""
+"""Maximum number of changes of the model. After more, only Dynamo's guards select parts."""
 
 _OPTIONS = {"metadata": {"max_fusion_size": 16}}
-"""For each part, Inductor's options on CUDA. By default Inductor fuses the metadata into one kernel
-of 700 lines, which Triton compiles in four seconds. Several kernels compile side by side in one."""
+"""For each part, Inductor's options on CUDA. By default, Inductor fuses the metadata into one
+kernel of 700 lines, which Triton compiles in four seconds. Several smaller kernels compile in
+parallel in one second."""
 
 _log = logging.getLogger(__name__)
 
@@ -95,9 +96,9 @@ def compile_step(
         model: A patched model.
         step: ``decode_step`` or ``prefill_step``.
         mode: "whole" compiles one graph, as ``torch.compile(step, fullgraph=True)`` does.
-            "regional" compiles one graph per kind of layer (four in the released models, at any
-            depth) and three graphs for the rest of the model; a CUDA graph can still capture the
-            whole step. "auto" is "regional" for more than 8 layers.
+            "regional" compiles one graph per kind of layer (four in the released models, however
+            many layers they have) and three graphs for the rest of the model; a CUDA graph can
+            still capture the whole step. "auto" is "regional" for more than 8 layers.
         cache_file: File that keeps compiled code for the next process. The compiled step reads this
             file if the file exists, and writes the file after a call that compiled something new.
             None keeps parts in the folder that the environment variable DSV4_OPS_CACHE names, by
@@ -174,7 +175,7 @@ def compile_step(
 
 
 def check_settings(op: str, settings: dict[str, Any]) -> None:
-    """Raise if ``torch.compile`` does not have such a setting, or if a value has a wrong type."""
+    """Raise if a name is no setting of ``torch.compile``, or if a value has a wrong type."""
     checks = Checks(op)
     names = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     unknown = [name for name in settings if name not in names]
@@ -195,7 +196,7 @@ def check_settings(op: str, settings: dict[str, Any]) -> None:
 
 def check_backend(op: str, name: str, backend: Any) -> None:
     """Raise if ``torch.compile`` does not know a backend."""
-    known = torch.compiler.list_backends(exclude_tags=())  # also those that only debug
+    known = torch.compiler.list_backends(exclude_tags=())  # also backends for debugging only
     if not callable(backend) and not (isinstance(backend, str) and backend in known):
         names = ", ".join(torch.compiler.list_backends())
         raise argument_error(
@@ -316,7 +317,7 @@ class CompiledStep:
 
     @contextmanager
     def _all_sizes(self) -> Iterator[None]:
-        """If the step is dynamic, make traces that hold for all sizes."""
+        """If the step is dynamic, make traces that are valid for all sizes."""
         if not self.settings["dynamic"]:
             yield
             return
@@ -546,7 +547,8 @@ class CompiledStep:
         return self._jits[name]
 
     def _settings_of(self, name: str) -> dict[str, Any]:
-        """Return the settings of ``torch.compile`` for a part; the caller's options come first."""
+        """Return the settings of ``torch.compile`` for a part. The caller's options override
+        ours."""
         settings = self.settings
         is_inductor = settings.get("backend", "inductor") == "inductor"
         if not (is_inductor and name in _OPTIONS and self._patched.device.type == "cuda"):
@@ -593,7 +595,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
-    """Raise if the step does not have such a keyword argument, or if a value is not a bool."""
+    """Raise if a name is no keyword argument of the step, or if a value is not a bool."""
     names = ("state_rings",) if op == decode_step.__name__ else ()
     for name, value in options.items():
         if name not in names:

@@ -37,8 +37,8 @@ PARTS = {decode_step: decode, prefill_step: prefill}
 """For each step, the function that runs the step in parts."""
 
 OTHERS = {decode_step: (1, 8, 16, 32), prefill_step: (1, 128, 512, 2048, 8192)}
-"""For each step, numbers of tokens. Beside a first step, workers compile the kernels of steps with
-these numbers of tokens. Steps with other numbers need few more kernels."""
+"""For each step, the numbers of tokens for which workers compile kernels during the first step.
+Steps with other numbers of tokens need few more kernels."""
 
 
 class DryRuns:
@@ -71,13 +71,14 @@ class DryRuns:
         self._fails = None
 
     def may_pass(self, model: Any) -> bool:
-        """Whether ``passes`` can be true for a model; never if a step calls ranks or user code."""
+        """Whether ``passes`` can be true for a model. It cannot if a step calls other ranks or user
+        code."""
         if self._fails is None:
             self._fails = _calls_others(model)
         return not self._fails
 
     def note(self, cache: CacheTensors, rest: dict[str, Any]) -> None:
-        """Note that the checks of this model pass for caches of this structure."""
+        """Record that the checks of this model pass for caches of this structure."""
         self._passed.add((structure_of(cache), *rest.items()))
 
     def passes(
@@ -165,8 +166,8 @@ class DryRuns:
 
     def request_others(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
         """Let workers compile the kernels of steps of other sizes (``OTHERS``), while this process
-        traces the first step. If the first step needs no new kernel, do nothing: an earlier
-        process has compiled these kernels too."""
+        traces the first step. If the first step needs no new kernel, do nothing: an earlier process
+        has then compiled the kernels of the other sizes too."""
         if self._has_jobs and not self._has_asked_others:
             self._has_asked_others = True
             marks = list(self._marks)

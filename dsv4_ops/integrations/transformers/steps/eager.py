@@ -71,7 +71,8 @@ class EagerStep:
         return [each.data_ptr() for each in self._tensors]
 
     def _watched(self) -> Watch | None:
-        """Watch everything that the step reads of the model; None if no graph may capture it."""
+        """Watch everything that the step reads of the model. Return None if no graph may capture
+        the step."""
         watch = Watch()
         watch.add(self.model._modules)
         try:

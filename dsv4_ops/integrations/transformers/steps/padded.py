@@ -74,8 +74,8 @@ def padded_step(
         spec: Spec of the model.
         shape: Batch and length of the inputs; row r of the batch is row r of the cache.
         ids: The inputs if the inputs are ids, else None.
-        attention_mask: 0 for padding, in any column, [batch, length or more]. The last ``length``
-            columns belong to the inputs. None if there is no padding.
+        attention_mask: [batch, length or more]; 0 marks padding, which may be in any column. The
+            last ``length`` columns belong to the inputs. None if there is no padding.
         position_ids: Positions, [batch or 1, length]; negative for padding. Positions of a row are
             consecutive. The first position is the row's length in the cache, or a smaller position
             if the cache still has the states of that position. With None, every row continues at
@@ -335,13 +335,13 @@ def _check(
 
 
 def matrix(value: object) -> tuple[int, int]:
-    """Number of rows and columns of a matrix; (0, 0) for anything else."""
+    """Return the numbers of rows and columns of a matrix, or (0, 0) for anything else."""
     if not isinstance(value, Tensor) or value.dim() != 2:
         return 0, 0
     return value.shape[0], value.shape[1]
 
 
 def shape_text(value: object) -> object:
-    """The shape of a tensor, or the class name of another object, for a message."""
+    """Return the shape of a tensor, or the class name of another object, for a message."""
     shape = getattr(value, "shape", type(value).__name__)
     return list(shape) if isinstance(shape, torch.Size) else shape

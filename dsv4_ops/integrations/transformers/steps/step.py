@@ -55,8 +55,8 @@ def decode_step(
         cache: A ``PagedCache``, or its ``tensors``, with blocks reserved for all tokens of
             ``batch``.
         state_rings: Whether a request may have more tokens in this step than the cache's
-            ``next_n``. If no request has more, False saves launches (with FP8 caches, a C4 layer
-            inserts in one launch).
+            ``next_n``. If no request has more, pass False to save launches (with FP8 caches, a C4
+            layer then inserts in one launch).
 
     Returns:
         [num_tokens, vocab_size]. Rows of padding tokens are finite but undefined.
@@ -72,7 +72,7 @@ def decode_step(
     Raises:
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``,
             or a shape or dtype is wrong; in an eager CPU call also if a token cannot be stored
-            (otherwise use ``PagedCache.raise_if_dropped``). Nothing is written.
+            (for other calls, see ``PagedCache.raise_if_dropped``). Nothing is written.
         NotImplementedError, RuntimeError: a module that our ops replace was changed, or the device
             cannot run ``impl``. Nothing is written.
 
@@ -94,8 +94,8 @@ def decode(
     run: Runner = run_part,
     shared: bool = False,
 ) -> Tensor:
-    """Run ``decode_step`` in parts. ``run`` runs each part. ``shared`` says that the buffers that
-    ``patch`` added still share the weights' memory."""
+    """Run ``decode_step`` in parts. ``run`` runs each part. ``shared`` says whether the buffers of
+    ``patch`` still share the weights' memory."""
     hidden = _run("decode_step", model, batch, cache, "decode", state_rings, run, shared)
     return run("head", model.lm_head, hidden)
 
@@ -307,7 +307,7 @@ def tokens_of(
         batch: The step.
         cache: The caches.
         row_lengths: Length of every row. A request that starts beyond the length of its row becomes
-            padding. None leaves out this check.
+            padding. None skips this check.
 
     Returns:
         The tokens of the step, and the number of tokens that ``query_start_loc`` gives each
