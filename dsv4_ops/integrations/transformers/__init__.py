@@ -1,8 +1,8 @@
 """Run Hugging Face's DeepSeek-V4, V3.2, V3 and V2, and GLM-5, on the ops of this package.
 
 ``patch`` lets a loaded model run from a ``PagedCache``. Batches may be ragged. A step, including
-its metadata, can be one graph, one CUDA graph or one AOTInductor package. Weights, state dict,
-``from_pretrained`` and ``generate`` stay as they are.
+its metadata, can be one graph, one CUDA graph or one AOTInductor package. Weights and state dict do
+not change, and ``from_pretrained`` and ``generate`` keep working.
 
 Example:
     >>> import torch

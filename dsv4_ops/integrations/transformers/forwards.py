@@ -162,7 +162,7 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
         if context is None:
             return before(self, hidden_states, *args, **rest)
         if hidden_states.shape[0] != 1:
-            # this check tells a graph of symbolic sizes that the first size is always 1
+            # this check tells a graph of symbolic sizes that the first dimension is always 1
             raise argument_error(
                 "decode_step",
                 "hidden_states",
@@ -251,8 +251,8 @@ class Float32Logits(Rewrite):
 def rewrites(model: Any, spec: ModelSpec, score: bool = False) -> tuple[Rewrite, ...]:
     """Return all changes that ``patch`` makes to the modules of a model.
 
-    With ``score``, the model makes a ``PagedCache`` for calls without a cache. A forward that other
-    code set on an instance stays.
+    With ``score``, the model makes a ``PagedCache`` for calls without a cache. All modules except
+    the model and its attention layers keep a forward that other code set on the instance.
     """
     return (
         SplitModules(model, spec.parallel, spec.recipe.logits_float32),

@@ -56,27 +56,27 @@ def patch(
     from one ``PagedCache`` (transformers 5.19 or newer).
 
     Hooks, PEFT adapters, parametrizations and replaced modules keep working, except on modules that
-    our ops replace. Our ops replace ``q_b_norm``, ``kv_b_proj`` (except in V4), and ``compressor``
-    and ``indexer`` outside of their projections; a step raises if such a module was changed. Linear
-    layers that are no plain ``nn.Linear`` keep their precision. Hugging Face's tensor parallelism
-    works (``tp_plan="auto"``). ``patch`` refuses a model that was split or offloaded by the
-    library ``accelerate``.
+    our ops replace. Our ops replace ``q_b_norm``, ``kv_b_proj`` (except in V4), and all parts of
+    ``compressor`` and ``indexer`` but their projections; a step raises if such a module was
+    changed. Linear layers that are no plain ``nn.Linear`` keep their precision. Hugging Face's
+    tensor parallelism works (``tp_plan="auto"``). ``patch`` refuses a model that the library
+    ``accelerate`` split or offloaded.
 
     A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
     ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``, without kernels from Hugging Face's hub.
     ``patch`` reads all codes and scales once on their device. ``patch`` refuses NaN and infinities,
-    and scales that are missing, transposed or negative. Experts in bfloat16 on a GPU run
-    ``experts`` too, unless a gradient is needed, ``set_experts_implementation`` chose another
+    and scales that are missing, transposed or negative. Experts in bfloat16 on a GPU also run
+    ``experts``, unless a gradient is needed, ``set_experts_implementation`` chose another
     implementation, or the mean number of rows per expert exceeds 256.
 
     Args:
         model: The model, which ``patch`` changes.
         kv: How the cache stores keys: "fp8", "bf16" or "fp32". "fp8" takes 584 bytes per row for V4
             (FlashMLA's layout), and 576 bytes per row with one scale per layer for V3 and V2. V3
-            and V2 have "ds_fp8" too: 656 bytes per row with four scales. V3.2 and GLM-5 call that
-            layout "fp8"; indexer keys are in FP8 unless ``kv`` is "fp32".
-        precision: "serve" follows DeepSeek's official code where Hugging Face differs from the
-            official code, and "reference" follows Hugging Face; or a ``Recipe``.
+            and V2 also have "ds_fp8": 656 bytes per row with four scales. For V3.2 and GLM-5, "fp8"
+            means that layout, and their indexer keys are in FP8 unless ``kv`` is "fp32".
+        precision: "serve" follows DeepSeek's official code where Hugging Face differs from it,
+            "reference" follows Hugging Face, and a ``Recipe`` sets each computation.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),
             "flash_mla" or "deep_gemm" (where the library has the op), "reference", or "auto" (the
             fastest on this device). If a library needs a schedule, each step builds the schedule
@@ -84,8 +84,8 @@ def patch(
         batch_invariant: Whether a request's attention is bit-identical in every batch.
         plan: Whether decode steps of V4 build a split-KV schedule for their C128 layers
             (``build_attention_step``). The schedule saves time if the lengths of the requests
-            differ. If the lengths are nearly equal, the schedule costs 5 us per step and up to 9 us
-            per C128 layer (256 tokens, 128 heads; 2 us for up to 64 tokens and 64 heads). Steps
+            differ. If the lengths are nearly equal, the schedule costs 5 us per step, and per C128
+            layer up to 2 us (at most 64 tokens, 64 heads) or 9 us (256 tokens, 128 heads). Steps
             build no schedule with ``batch_invariant``, with impl "flash_mla" or "reference", or
             with more than 16383 tokens. For export, limit the token dimension to 16383, or pass
             False.
@@ -94,16 +94,16 @@ def patch(
             parallelism split the heads over the same ranks, each rank gathers all queries and keeps
             the outputs of its own heads. V3, V3.2, GLM-5 and V2 then need ``q_b_proj`` and
             ``kv_b_proj`` "colwise", ``o_proj`` "rowwise", and an indexer that is not split. V4
-            needs ``q_b_proj``, ``sinks``, ``o_a_proj`` and the indexer's ``q_b_proj`` and
-            ``weights_proj`` "colwise" and ``o_b_proj`` "rowwise", and runs from a ``PagedCache``
+            needs ``o_b_proj`` "rowwise" and these "colwise": ``q_b_proj``, ``sinks``, ``o_a_proj``,
+            and the indexer's ``q_b_proj`` and ``weights_proj``. V4 then runs from a ``PagedCache``
             only.
         query: "fp8" quantises the absorbed queries of V3 and V2 (with kv "fp8") to e4m3 with one
             scale per layer. The scale is the buffer ``dsv4_ops_q_scale`` of the layer's attention,
-            and is 1 until you set it. Ranks gather half the bytes, but results are less exact and
-            steps are not faster. None keeps queries in bfloat16.
-        score: Whether ``model(**inputs)`` without a cache makes a ``PagedCache`` too, and runs as
-            one prefill step. Loss and log-likelihoods, such as those of lm_eval, then show what
-            ``kv``, ``precision`` and ``impl`` cost. Such calls have no gradient and cannot be
+            and is 1 until you set it. The ranks of ``parallel`` gather half the bytes, but results
+            are less exact and steps are not faster. None keeps queries in bfloat16.
+        score: Whether a call ``model(**inputs)`` without a cache also makes a ``PagedCache``, and
+            runs as one prefill step. Loss and log-likelihoods, such as those of lm_eval, then show
+            what ``kv``, ``precision`` and ``impl`` cost. Such calls have no gradient and cannot be
             compiled.
 
     Returns:
@@ -175,7 +175,7 @@ def unpatch(model: Any) -> Any:
         ``model``.
 
     Raises:
-        ValueError: the model is not patched or is generating, or something else replaced one of
+        ValueError: the model is not patched or is generating, or other code has replaced one of
             our methods.
     """
     replaced = getattr(model, _REPLACED, None)

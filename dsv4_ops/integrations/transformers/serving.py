@@ -98,25 +98,26 @@ _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
 
 
 class Server(Serve):  # type: ignore[misc]  # transformers is untyped
-    """An OpenAI server of one model.
+    """A server of OpenAI's API for one model.
 
     Args:
         path: Folder or name of the model and of the tokenizer.
         host: Address to listen at.
-        port: Port to listen at; 0 takes a free port.
+        port: Port to listen at; 0 selects a free port.
         quantized: Whether ``load_quantized`` loads the model; ``path`` must then be a folder.
-        device: Device of the model; None takes a GPU if the machine has a GPU.
-        dtype: Dtype of the model; "auto" takes the dtype of the files.
+        device: Device of the model; None selects a GPU if the machine has one.
+        dtype: Dtype of the model; "auto" selects the dtype of the files.
         kv: See ``patch``.
         precision: See ``patch``.
         max_cache_len: Maximum tokens of a request, including its prompt.
-        max_requests: Maximum requests of a step, and number of rows of the cache.
+        max_requests: Maximum requests of a step. The cache has as many rows, unless
+            ``max_batch_tokens`` is smaller.
         max_batch_tokens: Maximum tokens of a step.
-        num_blocks: Blocks of the cache; None takes enough blocks for all rows, or as many blocks as
-            fit on a GPU.
+        num_blocks: Blocks of the cache; None allocates enough blocks for all rows or, on a GPU, at
+            most as many blocks as fit.
         max_queue: Maximum requests that wait or run; the server refuses more.
         compile: Backend of ``torch.compile`` for the steps, or None.
-        on_progress: Function that gets a line of text about each part of the start.
+        on_progress: Function that is called with a line of text about each phase of the start.
 
     Raises:
         ImportError: a package of the extra ``serve`` is missing.
@@ -281,7 +282,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
                 got=f"{self.path}, whose config has no quantization_config",
                 do="Start the server without it",
             )
-        # on a CPU Hugging Face dequantises V4, and fails at a scale of half a block in V3
+        # on a CPU, Hugging Face dequantises V4, but fails for V3, where a scale covers half a block
         loads = torch.device(device).type == "cuda" or config.model_type == "deepseek_v4"
         if not self.quantized and not loads and (stored or {}).get("quant_method") == "fp8":
             raise checks.error(
@@ -294,7 +295,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
     def _check_memory(
         self, checks: Checks, config: Any, device: Any, num_blocks: int, sizes: dict[str, int]
     ) -> None:
-        """Refuse a cache that is larger than the memory of the device, without the weights."""
+        """Refuse a cache that exceeds the memory of the device, even without the weights."""
         settings: dict[str, Any] = {**sizes, **self._patch, "device": "meta"}
         one, two = (
             sum(PagedCache(config, num_blocks=n, **settings).memory().values()) for n in (1, 2)
@@ -314,8 +315,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             )
 
     def _only_own(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Let ``load``, which loads the processor, refuse other models: ``_load`` runs only after
-        it."""
+        """Let ``load``, which loads the processor, refuse other models. ``_load`` runs only
+        after ``load``."""
 
         def checked(name: str, *args: Any, **rest: Any) -> Any:
             if name != self._name_of_model():
@@ -748,7 +749,7 @@ _TYPES: dict[str, _Type] = {
         lambda value: isinstance(value, list) and all(map(_is_type(dict), value)),
     ),
 }
-"""Rule of each field of a request, in words and as a function."""
+"""Rule for each field of a request, in words and as a function."""
 
 _SETTINGS: dict[str, _Type] = {
     **dict.fromkeys(("max_new_tokens", "max_length"), _COUNT),
@@ -756,7 +757,7 @@ _SETTINGS: dict[str, _Type] = {
     "top_k": ("an integer of at least 0", _is_int(0)),
     "do_sample": ("true or false", _is_type(bool)),
 }
-"""Rule of each setting of a request's ``generation_config`` that we read."""
+"""Rule for each setting that we read in a request's ``generation_config``."""
 
 
 def _check_fields(body: Any, ignored: Collection[str], tokenizer: Any) -> None:
@@ -804,7 +805,7 @@ def _for_each_prompt(answer: Callable[..., Any], max_prompts: int) -> Callable[.
         prompts = [prompt] if prompt and all(map(_is_token, prompt)) else prompt
         if not prompts or not all(map(_is_prompt, prompts)):
             raise HTTPException(400, f"prompt must be {_TYPES['prompt'][0]}. Send a text.")
-        if len(prompts) > max_prompts:  # check first: tokenising holds up other requests
+        if len(prompts) > max_prompts:  # before tokenising, which would hold up other requests
             raise HTTPException(
                 400,
                 f"prompt must have at most max_queue = {max_prompts} prompts, got {len(prompts)}. "

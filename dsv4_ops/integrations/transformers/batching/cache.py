@@ -8,7 +8,7 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 
 
 class BatchCache:
-    """A ``PagedCache`` behind the interface of the cache in Hugging Face's continuous batching.
+    """A ``PagedCache`` with the interface that Hugging Face's continuous batching needs of a cache.
 
     A request owns a row and blocks of the ``PagedCache``. Hugging Face asks at which index to write
     each token; this class returns the row of the token. Requests do not share a prefix, because
@@ -21,7 +21,7 @@ class BatchCache:
     """
 
     use_prefix_sharing = allow_block_sharing = False
-    max_blocks_per_request = max_decode_fast_path_length = 0  # Hugging Face makes no block table
+    max_blocks_per_request = max_decode_fast_path_length = 0  # so that no block table is made
     read_cache_limit, max_tokens_read = 0, 1  # steps read through block tables, not an index
     bytes_per_sector = 1 << 62  # so large that no block fits into host memory
     index = 0

@@ -20,7 +20,7 @@ OLDEST = (5, 19)
 """Oldest release of transformers whose continuous batching has the parts that we replace."""
 
 CACHED = "_cached_continuous_batching_manager"
-"""Attribute of a model with the manager that Hugging Face keeps for the next session."""
+"""Attribute of a model in which Hugging Face keeps the manager for the next session."""
 
 
 def init_continuous_batching(before: Method) -> Method:
@@ -33,7 +33,7 @@ def init_continuous_batching(before: Method) -> Method:
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        # Hugging Face changes the model's attention, and an error would not undo the change
+        # check first: Hugging Face changes the model's attention, and no error undoes the change
         check_release("init_continuous_batching")
         _check_configs(
             "init_continuous_batching",

@@ -28,7 +28,7 @@ from dsv4_ops.integrations.transformers.tensors import StepBatch
 OP = "init_continuous_batching"
 
 DEFAULT_REQUESTS, DEFAULT_BATCH_TOKENS, DEFAULT_LENGTH = 64, 1024, 8192
-"""Defaults: requests per step, tokens per step, and tokens per request."""
+"""Defaults of the maximum requests per step, tokens per step and tokens per request."""
 
 NEUTRAL = {
     **OTHER_METHODS,
@@ -68,7 +68,7 @@ def manager_of(model: Any, generation_config: Any, config: Any, hints: Any) -> M
 
 
 class StepModel:
-    """A patched model that takes the arguments with which Hugging Face's continuous batching calls.
+    """A patched model that can be called as Hugging Face's continuous batching calls a model.
 
     Args:
         model: The patched model. A ``StepModel`` has all attributes of this model too.

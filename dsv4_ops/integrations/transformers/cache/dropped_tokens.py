@@ -1,4 +1,4 @@
-"""Tokens that a step cannot store: eager CPU calls raise, other calls count such tokens."""
+"""Tokens that a step cannot store: eager CPU calls raise, and other calls count the tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def longest_request(cache: CacheTensors) -> int:
 
 
 def count_dropped(cache: CacheTensors, counts: Tensor, is_stored: Tensor) -> None:
-    """Count the tokens that a step did not store, in the cache's counter.
+    """Add the number of tokens that a step did not store to the cache's counter.
 
     The sum of ``counts`` is the number of the step's tokens; ``is_stored`` has one value per token.
     """
@@ -40,7 +40,7 @@ def count_dropped(cache: CacheTensors, counts: Tensor, is_stored: Tensor) -> Non
 
 
 def values_are_free(*tensors: Tensor) -> bool:
-    """Whether the host can read values without synchronisation: eager calls with CPU tensors."""
+    """Whether the host can read values without synchronising, as in eager calls on a CPU."""
     if torch.compiler.is_compiling():
         return False
     # compare the exact type, because fake tensors have no values

@@ -75,8 +75,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     Every request owns a row. For DeepSeek-V4, a row has rings of fixed size for window keys and
     compressor states; compressed rows and indexer keys are in blocks of 256 tokens. DeepSeek-V3 and
     V2 keep latents in blocks of 64 tokens; V3.2 and GLM-5 also keep indexer keys in such blocks.
-    Blocks come from a shared pool or, by default, each row has its own blocks. Sizes and addresses
-    are fixed at construction, so compiled steps do not recompile and CUDA graphs write in place.
+    By default, each row has its own blocks; with ``num_blocks``, rows share a pool of blocks. Sizes
+    and addresses never change, so compiled steps do not recompile and CUDA graphs write in place.
 
     With ``input_ids``, row r of the batch uses row r of the cache. With a ``StepBatch``, requests
     use the rows that ``add`` returned. A patched model can return ``hidden_states``
