@@ -128,8 +128,8 @@ def _signature(function: Any) -> str:
 
 
 def _place(spec: OpSpec, layer: str) -> str:
-    """Return the file:line of the op's implementation in ``layer``, and of the functions that it
-    contains."""
+    """Return the file:line of the op's implementation in ``layer``. If the implementation is made
+    of functions, add the file:line of each function."""
     try:
         entry = spec.implementation(layer)
     except (ImportError, AttributeError) as error:

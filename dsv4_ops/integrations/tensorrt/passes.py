@@ -75,7 +75,7 @@ class _Writes:
         """Pass written buffers through an op, so that torch-tensorrt does not fold the buffers into
         constants.
 
-        All uses of a buffer read the result of one such op. Inputs do not need this.
+        All uses of a buffer then read the result of this op. Inputs need no such op.
         """
         copied = [node for node in self.graph.nodes if node.target is _COPY]
         written = {node.args[0].target for node in copied if node.args[0].op == "get_attr"}

@@ -235,7 +235,7 @@ def _compiled(
 ) -> Kernel:
     from dsv4_ops.kernels.aot.compile import Argument, compiled
 
-    # assume no alignment and no values: one engine runs with all addresses and integers
+    # specialise neither addresses nor integers, because one engine runs with any of them
     first, last = (
         [Argument.tensor(dtype, aligned=False) for dtype in dtypes] for dtypes in (inputs, outputs)
     )

@@ -851,7 +851,7 @@ def _merged(answers: list[Any]) -> Any:
 
 def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
     """Turn on sampling for a request with a temperature. Hugging Face reads the temperature only if
-    the model's generation config samples."""
+    the model's generation config turns on sampling."""
 
     def config_of(body: Any, *args: Any, **rest: Any) -> Any:
         config = build(body, *args, **rest)

@@ -418,7 +418,7 @@ class EngineSteps:
 
     @torch.inference_mode()
     def draft(self, tokens: Tensor, streams: Tensor, group: GroupTensors) -> Tensor:
-        """Run the draft layer on the streams of tokens, and on the tokens that follow these tokens.
+        """Run the draft layer on the streams of tokens, and on the token after each of them.
 
         ``streams`` and the result are [num_tokens, values per token].
         """
@@ -443,8 +443,8 @@ class EngineSteps:
 
     @contextmanager
     def _runs(self, schedule: str) -> Iterator[Runner]:
-        """Yield the ``Runner`` of a step. The runner runs parts eagerly, or parts compiled for all
-        sizes."""
+        """Yield the ``Runner`` of a step. The runner runs the parts eagerly, or compiles each part
+        for all sizes."""
         if self._parts is None:
             yield run_part
             return

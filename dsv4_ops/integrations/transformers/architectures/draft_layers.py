@@ -16,8 +16,8 @@ from dsv4_ops.integrations.transformers.tensors import in_vocabulary
 
 
 def take_classes(draft: Any, body: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give a draft's decoder layer the quantised modules, without weights, and the dtypes of the
-    model's layers.
+    """Copy the quantised modules of the model's layers, without weights, into a draft's decoder
+    layer, and give this layer the dtypes of the model's layers.
 
     Each module comes from the last layer that has a module of this name, because not all layers
     have an indexer or experts. ``dtypes`` are for tensors outside of the decoder layer.

@@ -8,7 +8,7 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 
 
 class BatchCache:
-    """A ``PagedCache`` with the interface that Hugging Face's continuous batching needs of a cache.
+    """A ``PagedCache`` with the interface that Hugging Face's continuous batching expects.
 
     A request owns a row and blocks of the ``PagedCache``. Hugging Face asks at which index to write
     each token; this class returns the row of the token. Requests do not share a prefix, because

@@ -164,7 +164,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         super().__init__(called, generation_config, config, hints)
 
     def check_hints(self, hints: Any) -> None:
-        """Raise if the longest prompt of the hints does not fit into the cache with its answer."""
+        """Raise if the hints' longest prompt and answer do not fit into the cache together."""
         if hints is not None:
             self._check_length(
                 OP, "workload_hints", hints.max_prompt_length, hints.max_generated_length

@@ -303,8 +303,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def raise_if_dropped(self) -> None:
         """Raise if steps dropped tokens since the last call, and reset the counter.
 
-        Steps count dropped tokens on the device, also in graphs, without synchronising; this call
-        synchronises. Call this method before you use results: every step, every hundred steps, or
+        Steps count dropped tokens on the device, also in graphs, without synchronising. This method
+        synchronises. Call the method before you use results: every step, every hundred steps, or
         at the end.
 
         Raises:

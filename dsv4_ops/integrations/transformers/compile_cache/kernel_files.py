@@ -69,7 +69,7 @@ def agree_with_workers() -> None:
     """Let this process compile and name its kernels as Inductor's workers do.
 
     Inductor's workers use torch's ptxas, but Triton has a ptxas of another version. Triton reads
-    the version once: if a kernel ran before this call, no file of a worker would match.
+    the version only once, so no file of a worker would match if a kernel ran before this call.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return

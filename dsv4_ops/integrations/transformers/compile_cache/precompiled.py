@@ -315,8 +315,8 @@ def outline(owner: type | ModuleType) -> str:
     """Return a digest of the code and the constants of a class, or of a module, its classes and its
     source file. For modules of torch and of Python, the digest is of the file alone.
 
-    Lists and dictionaries are described without their contents, which programs change without a
-    change of code. ``_OUTLINES`` keeps the digests, because layers share classes.
+    The contents of lists and dictionaries are left out, because programs change these contents
+    while the code stays the same. ``_OUTLINES`` keeps the digests, because layers share classes.
     """
     watch, digest = _OUTLINES.get(owner, (None, ""))
     if watch is None or not watch.unchanged():
@@ -510,8 +510,8 @@ def compiled(
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Turn the garbage collector off: a compile or a first load makes a million objects, of which
-    few are garbage, and the collector would take a tenth of the time."""
+    """Turn the garbage collector off: a compile or a first load makes a million objects, few of
+    which are garbage, and the collector would take a tenth of the total time."""
     collects = gc.isenabled()
     gc.disable()
     try:

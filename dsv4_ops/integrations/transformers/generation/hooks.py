@@ -254,8 +254,9 @@ def chunk_of(rows: int, max_cache_len: int) -> int:
 
 
 def _asked(generation_config: Any, max_length: int | None = None) -> tuple[str, int]:
-    """Return the name and the value of the setting that limits the length of texts. ``max_length``
-    replaces the config's value, which Hugging Face shortens if prompts are embeddings."""
+    """Return the name and the value of the setting that limits the length of texts. The
+    argument ``max_length`` replaces the config's value, which Hugging Face reduces if prompts are
+    embeddings."""
     if generation_config.max_new_tokens is not None:
         return "max_new_tokens", generation_config.max_new_tokens
     return "max_length", generation_config.max_length if max_length is None else max_length

@@ -232,8 +232,8 @@ class KeptCaches:
         return KeptCache(cache, made_for, self._epoch, EagerStep(model, prefill_step))
 
     def give_back(self, cache: KeptCache) -> None:
-        """Keep a cache that a call took. Drop caches that this cache covers, and caches over the
-        limits, least recently used first."""
+        """Keep a cache that a call took. Drop the caches that this cache can replace, and the
+        least recently used caches beyond the limits."""
         with self._lock:
             if cache.epoch != self._epoch:
                 return

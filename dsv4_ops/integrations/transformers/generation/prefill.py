@@ -21,8 +21,8 @@ _POSITIONS = (torch.int64, torch.int32)
 def chunks(
     prompts: Sequence[Tensor], most: int, device: torch.device
 ) -> Iterator[tuple[StepBatch, list[int]]]:
-    """Yield steps of at most ``most`` tokens per prompt, and with each step how many tokens of each
-    prompt have run after it.
+    """Yield steps of at most ``most`` tokens per prompt, each with the number of tokens of every
+    prompt that have run by the end of the step.
 
     The function splits prompts as if they had padding on the left: all prompts end in the last
     step, and a short prompt begins in a later step.

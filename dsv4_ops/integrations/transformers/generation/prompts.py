@@ -128,8 +128,8 @@ def whole_mask(
 ) -> Tensor:
     """Return the mask of all tokens; a mask of ones if the call has no mask.
 
-    If the call has no mask and the rows of the cache differ in length, the model gets the mask of
-    ones too.
+    If the call has no mask and the rows of the cache differ in length, the mask of ones is
+    also passed to the model.
     """
     mask: Tensor | None = model_kwargs.get(MASK)
     if mask is None:

@@ -44,8 +44,8 @@ from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
 from dsv4_ops.reference.linear import weight_values
 
 _CODES = "dsv4_ops_weight_codes"
-"""Buffer with a linear layer's codes, if zeros fill up their last block, or if the codes are only
-this rank's part."""
+"""Buffer that holds a linear layer's codes, if the last block is filled up with zeros, or if the
+codes are only this rank's part."""
 
 _AGAIN = "Load the released checkpoint again; check_checkpoint says what is wrong with a file"
 _OTHER = "Load it with FineGrainedFP8Config(dequantize=True)"

@@ -146,8 +146,8 @@ class DryRuns:
                 self.note(cache, rest)
 
     def ran(self) -> None:
-        """Tell other processes that a step ran, and that Triton's folder has the step's kernels. A
-        launch compiles its kernel if the folder lacks it."""
+        """Tell other processes that a step ran. Triton's folder then has all kernels of the step,
+        because a launch compiles its kernel if the folder lacks the kernel."""
         for mark in self._marks:
             with suppress(OSError):
                 mark.touch()

@@ -43,7 +43,7 @@ class EagerStep:
         """Whether a CUDA graph may capture the step.
 
         The step may not call hooks or forwards of a user, because a replay would not call them. A
-        later call must be able to tell whether the modules are the same.
+        later call must be able to tell whether the modules have changed.
         """
         if has_global_hooks() or has_function_modes():
             return False

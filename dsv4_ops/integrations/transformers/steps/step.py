@@ -63,10 +63,10 @@ def decode_step(
 
     Mutates: the caches, at the positions of the step, and ``cache.seq_lens``, which gets the
         lengths of ``batch``. A step treats a token that it cannot store as padding, and counts it
-        in ``cache.dropped``. Such a token is beyond ``max_cache_len`` or ``max_chunk``; or has no
-        reserved block; or is in a row that does not exist, or that an earlier request of the batch
-        uses; or is missing in ``tokens`` though ``query_start_loc`` counts it; or belongs to a
-        request that starts beyond the length of its row. A step also counts an id outside of the
+        in ``cache.dropped``. A step cannot store a token if it is beyond ``max_cache_len`` or
+        ``max_chunk``; if no block is reserved for it; if its row does not exist, or belongs to an
+        earlier request of the batch; if ``query_start_loc`` counts it but ``tokens`` lacks it; or
+        if its request starts beyond the length of its row. A step also counts an id outside of the
         vocabulary, and reads it as id 0.
 
     Raises:

@@ -56,7 +56,7 @@ class DraftLayer(nn.Module):
 
 
 def _take_classes(draft: DraftLayer, body: Any) -> None:
-    """Give a draft layer copies, without weights, of quantised modules, and the model's dtypes."""
+    """Give a draft layer empty copies of the model's quantised modules, and the model's dtypes."""
     linear = unwrapped(unwrapped(body.layers[-1].self_attn).q_a_proj)
     if quantized.is_quantized(linear):
         for name in ("e_proj", "h_proj"):

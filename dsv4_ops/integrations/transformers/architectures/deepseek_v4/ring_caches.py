@@ -77,7 +77,7 @@ class RingSpec(ModelSpec):
     ) -> AttentionStep:
         """Build the metadata of a step for caches with rings.
 
-        ``storable`` has already been applied to ``step``. ``heads`` is the number of query heads of
+        The caller has applied ``storable`` to ``step``. ``heads`` is the number of query heads of
         the split-KV plan; 0 builds no plan.
         """
         tables, tokens, ends = cache.tables, step.tokens, step.ends

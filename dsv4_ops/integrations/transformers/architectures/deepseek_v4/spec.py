@@ -435,8 +435,8 @@ def _check_layer_types(op: str, config: Any) -> None:
 
 
 def _check_flash_mla(op: str, impl: str, kv: str, batch_invariant: bool) -> None:
-    """Raise for settings that FlashMLA does not support. FlashMLA has one layout, and splits that
-    depend on the batch."""
+    """Raise for settings that FlashMLA does not support. FlashMLA has one layout, and its split
+    of KV rows depends on the batch."""
     for name, value, wanted in (("kv", kv, "fp8"), ("batch_invariant", batch_invariant, False)):
         if impl == FLASH_MLA and value != wanted:
             raise argument_error(
