@@ -148,7 +148,7 @@ def _serve(options: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(options).items() if name != "command"}
 
     def named(error: Exception) -> str:
-        """Write the options that an error names as the command line spells them."""
+        """Spell the options in an error message as on the command line."""
         text = re.sub(rf"^serve: ({'|'.join(settings)}) must", r"serve: --\1 must", str(error))
         for name in filter(lambda name: "_" in name, settings):
             text = re.sub(rf"(?:--)?\b{name}\b", f"--{name.replace('_', '-')}", text)

@@ -1,6 +1,6 @@
 """Report the capabilities of this machine and installation.
 
-``collect`` makes a report, ``section_lines`` and ``verdict`` render it, ``healthy`` sums it up.
+``collect`` makes a report, ``section_lines`` and ``verdict`` format it, and ``healthy`` tests it.
 If a probe raises, the report shows the error and lists a problem, and the other probes still run.
 """
 

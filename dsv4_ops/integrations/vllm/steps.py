@@ -484,8 +484,8 @@ class EngineSteps:
 
     @torch.no_grad()
     def profiled(self, tokens: Tensor) -> Tensor:
-        """Run a batch of as many tokens on a temporary cache, so that an engine can measure
-        memory."""
+        """Run a batch of ``len(tokens)`` tokens on a temporary cache, so that an engine can
+        measure memory."""
         length = min(len(tokens), self.max_model_len)
         rows = -(-len(tokens) // length)
         cache = PagedCache.for_model(

@@ -55,9 +55,9 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
         without the draft layer, which ``load_mtp`` loads.
 
     Raises:
-        ValueError, TypeError: the path is not a folder; the files are not as released, because a
-            tensor is missing, transposed, unknown or not quantised, for example; or the settings
-            would read other files.
+        ValueError, TypeError: the path is not a folder; the files are not as released, for example
+            because a tensor is missing, transposed, unknown or not quantised; or the settings would
+            read other files.
         NotImplementedError: another architecture.
         ImportError: transformers is missing or too old.
 

@@ -63,7 +63,7 @@ MOST_WHOLE = 8
 """Maximum number of layers that "auto" compiles as one graph. More would compile for too long."""
 
 MOST_PLANS = 256
-"""Maximum number of plans. A plan lists the parts of a step for one size. If there are so many, the
+"""Maximum number of plans. A plan lists the parts of a step for one size. Once so many exist, the
 next plan replaces all of them."""
 
 MOST_VARIANTS = 4
