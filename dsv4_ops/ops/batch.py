@@ -80,7 +80,7 @@ _token_map = define_op(
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> TokenMap:
     """Find the request and the absolute position of every token.
 
-    Later ops of the step take this result, so they need not search ``query_start_loc``.
+    Later ops of the step take this result instead of searching ``query_start_loc`` again.
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
@@ -137,7 +137,7 @@ def flatten_decode(
 ) -> FlattenedDecode:
     """Turn ragged decode requests into one row per token.
 
-    Requests may have equal or different numbers of tokens, as with multi-token prediction (MTP).
+    Requests may differ in their numbers of tokens, as with multi-token prediction (MTP).
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
@@ -241,7 +241,7 @@ _mtp_seq_lens = define_op(
 def mtp_seq_lens(
     query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int = 1
 ) -> Tensor:
-    """Count the cache rows that each token of multi-token decodes may see.
+    """Count the cache rows that each token of a multi-token decode may see.
 
     The result is a [num_reqs, next_n] matrix.
 

@@ -1,4 +1,5 @@
-"""One call for all inserts of a C4 layer (4 tokens per compressed row) and for its queries."""
+"""One call that runs all inserts of a C4 layer (4 tokens per compressed row) and prepares its
+queries."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def insert_c4_step(
     block_size: int,
     save_first: bool = False,
 ) -> C4Step:
-    """Run all inserts of a C4 layer before it selects rows.
+    """Run all inserts of a C4 layer, before the layer selects rows.
 
     One op does the work of four calls: ``qnorm_rope_kv_insert``, ``save_and_compress`` for the
     layer, ``save_and_compress`` for its indexer, and ``indexer_quantize_q``. It normalises and
@@ -131,14 +132,14 @@ def insert_c4_step(
 
     Mutates: ``swa_cache``, as ``qnorm_rope_kv_insert`` does; ``states``, ``k_cache``,
         ``indexer_states`` and ``indexer_cache``, as ``save_and_compress`` does. The five caches
-        must not overlap, because one launch writes them all. If a ring of states is too short for a
-        step (see ``save_and_compress``), call ``compress_and_insert`` and afterwards
+        must not overlap, because one launch writes them all. If the ring of states is too short for
+        the step (see ``save_and_compress``), call ``compress_and_insert`` and afterwards
         ``save_compressor_states`` for each compressor instead.
 
     Raises:
-        ValueError: shapes that disagree, a cache or states that are not of their layout, more slots
-            of the window than tokens, ``eps`` or ``softmax_scale`` not above 0, a size below 1, one
-            tensor as two caches, or several devices.
+        ValueError: shapes that disagree, a cache or states that are not of their layout, more
+            window slots than tokens, ``eps`` or ``softmax_scale`` not above 0, a size below 1, one
+            tensor passed as two caches, or several devices.
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of states or caches. On CUDA, for ratios up to 4, one
@@ -199,7 +200,7 @@ def insert_c4_step(
     indexer.check_unquantized(checks, indexer_q, indexer_weights, "num_index_heads", "indexer_")
     softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
     checks.flag("save_first", save_first)
-    # no other pair can be one tensor: two caches of one dtype and block size differ in shape
+    # no other pair can be the same tensor: caches of equal dtype and block size differ in shape
     for name, cache in (("k_cache", k_cache), ("indexer_cache", indexer_cache)):
         if cache is swa_cache:
             raise checks.error(

@@ -36,11 +36,11 @@ def split_prefill_chunks(
 ) -> PrefillChunks:
     """Split prefill requests into chunks on the device.
 
-    A request is added to a chunk while the chunk's key rows stay within ``workspace_size``, and its
-    query rows times its key rows stay within ``max_logits_bytes`` / 4. A request that exceeds a
-    limit by itself gets chunks of its own. These chunks divide the request's query rows, so that
-    each chunk stays within the logits limit or has a single query row. They do not divide its keys,
-    so make ``workspace_size`` at least the key rows of the longest request.
+    A request is added to a chunk if the chunk's key rows then stay within ``workspace_size``, and
+    the chunk's query rows times its key rows within ``max_logits_bytes`` / 4. A request that
+    exceeds a limit by itself gets chunks of its own. They divide the request's query rows, so that
+    each chunk stays within the logits limit or has a single query row. They do not divide the
+    request's keys, so make ``workspace_size`` at least the key rows of the longest request.
 
     Args:
         seq_lens: Number of key rows of each request (its compressed length), [num_reqs], int32.
@@ -48,7 +48,7 @@ def split_prefill_chunks(
         query_lens: Number of query rows of each request, [num_reqs], int32. Negative values count
             as 0.
         workspace_size: Key rows that the gather workspace holds. At least 1.
-        max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
+        max_logits_bytes: Maximum bytes of fp32 logits of one chunk. At least 4.
         max_chunks: Rows of ``chunks``; ``max_prefill_chunks`` returns a number that suffices for
             any batch. At least 1.
         request_offset: Number added to request numbers: the number of decodes before the first
@@ -115,7 +115,7 @@ def plan_prefill_chunks(
         seq_lens: Number of key rows of each request, non-negative ints or a CPU tensor.
         query_lens: Number of query rows of each request, with as many entries as ``seq_lens``.
         workspace_size: Key rows that the gather workspace holds. At least 1.
-        max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
+        max_logits_bytes: Maximum bytes of fp32 logits of one chunk. At least 4.
         request_offset: Number added to the request numbers.
 
     Returns:
@@ -173,11 +173,11 @@ def max_prefill_chunks(
         num_reqs: Maximum prefill requests of a batch. At least 0.
         num_tokens: Maximum query tokens of a batch. At least 0.
         max_seq_len: Maximum key rows of one request (compressed length). At least 0.
-        max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
+        max_logits_bytes: Maximum bytes of fp32 logits of one chunk. At least 4.
 
     Returns:
-        An upper bound from the sizes alone, at least 1. Every chunk has a query row. At most
-        num_reqs chunks end a request or a group of requests; each of the other chunks has at least
+        An upper bound from the sizes alone, at least 1. Every chunk has at least one query row. At
+        most num_reqs chunks contain the last query row of a request; every other chunk has at least
         as many query rows as the logits budget allows for the longest request.
 
     Raises:

@@ -184,11 +184,11 @@ def compress_and_insert(
         The FP8 layouts round the row to bfloat16 and store it like ``quantize_and_insert_k_cache``
         or ``quantize_and_insert_indexer_k``. A window also needs the projections of earlier
         positions. For a token at position p, the projections of position p - n come from
-        ``kv_score`` if the batch row n rows earlier is position p - n of the same request, and from
-        ``states`` otherwise. So this op may run before or after ``save_compressor_states``.
-        Positions before 0 or on absent blocks get no weight. States that no window needs are not
-        read, so a NaN in such a state never matters. If two tokens share a slot, the slot may hold
-        a mix of their bytes.
+        ``kv_score`` if the row n rows before the token's row has position p - n of the same
+        request, and from ``states`` otherwise. So this op may run before or after
+        ``save_compressor_states``. Positions before 0 or on absent blocks get no weight. States
+        that no window needs are not read, so a NaN in such a state never matters. If two tokens
+        share a slot, the slot may hold a mix of their bytes.
 
     Raises:
         ValueError: shapes that disagree, states or a cache that are not of their layout, sizes
@@ -196,11 +196,11 @@ def compress_and_insert(
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
-        graph and in AOTInductor packages, and its work grows with the finished windows; on CPU
-        reductions and scatters of Inductor, with scratch for the window of every token; dynamic in
-        num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA
-        graphs and export: yes. Implementations agree within float32 rounding, so a code may differ
-        by one step.
+        graph and in AOTInductor packages, and its work grows with the number of finished windows;
+        on CPU reductions and scatters of Inductor, with scratch memory for a window per token;
+        dynamic in num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and
+        num_positions; CUDA graphs and export: yes. Implementations agree within float32 rounding,
+        so an FP8 code may differ by one step.
 
     Source: vLLM 0.33's fused compressor kernels; DeepSeek-V4's compressor.
 
@@ -396,9 +396,9 @@ def save_and_compress(
 
     Mutates: ``states``, as ``save_compressor_states`` does, and ``k_cache``, as
         ``compress_and_insert`` does. Without ``save_first``, states and cache are written in no
-        fixed order: a window may read a slot before or after this call writes it. If a ring of
-        states is too short for a step and the window before it, a window needs an earlier step's
-        state from a slot that this call overwrites. In this case call ``compress_and_insert``
+        fixed order: a window may read a slot before or after this call writes it. If a request
+        reuses its state blocks as a ring, and the ring cannot hold a step and the window before it,
+        this call overwrites states that a window needs. In this case, call ``compress_and_insert``
         first, then ``save_compressor_states``.
 
     Raises:

@@ -55,7 +55,7 @@ def cp_seq_lens(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Count the keys that a rank holds of every sequence.
+    """Count how many keys of each sequence a rank holds.
 
     Ranks take turns of ``cp_interleave`` consecutive positions: rank r owns the turns r, r +
     cp_world_size, and so on, as in ``compressed_slot_mapping``. If a request has several new
@@ -190,17 +190,17 @@ def cp_row_indices(
     """Find the rows of a chunk among the rows that all ranks gathered.
 
     Each rank gathers ``num_local_rows`` rows of a chunk of ``context_chunks``, and an all-gather
-    concatenates the rows of all ranks. Indexing with the result puts the chunk's rows in the order
-    of requests and positions.
+    concatenates the rows of all ranks. Indexing the concatenated rows with the result puts the
+    chunk's rows in the order of requests and positions.
 
     Args:
         req_indices: Request of each row of the chunk, [num_rows], int32; -1 is padding.
         positions: Position of each row in its sequence, [num_rows], int64; -1 is padding.
             ``token_map``, called with the chunk's ``cu_seq_lens``, returns ``req_indices`` and
             ``positions``.
-        local_starts: For each request, the first row that a rank gathers, as a row number among the
-            request's rows on this rank, [num_reqs], int32.
-        local_cu_seq_lens: Start of each request among a rank's gathered rows, [num_reqs + 1],
+        local_starts: For each request, the first row that each rank gathers, numbered among the
+            request's rows on that rank, [num_reqs], int32.
+        local_cu_seq_lens: Start of each request among the rows that a rank gathers, [num_reqs + 1],
             int32.
         num_local_rows: Rows that a rank gathers, padding included. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
@@ -254,8 +254,8 @@ _cp_topk = define_op(
 def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) -> Tensor:
     """Select the best compressed rows among the candidates of all ranks.
 
-    If each rank passes its best ``topk`` rows, or all its rows, the result is the selection of
-    ``indexer_topk`` on one GPU, including ties.
+    If each rank passes its best ``topk`` rows, or all its rows, the result equals the selection
+    that ``indexer_topk`` makes on one GPU, also for ties.
 
     Args:
         scores: Scores of each rank's candidates, [cp_world_size, num_tokens, num_candidates],
@@ -414,9 +414,9 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
         group: Name of the process group, ``ProcessGroup.group_name``.
         via: "all_gather" calls ``torch.distributed``. "symmetric_memory" is one kernel that writes
             to the memory of the host's other GPUs, without NVLink multicast. It takes tensors of
-            any size, and sends more than 4 MiB per rank in rounds. It shares the workspace of
-            ``cp_combine(via="symmetric_memory")``. On a CPU, "symmetric_memory" calls the
-            all-gather too. The result has the same bytes with each ``via``.
+            any size; if a rank has more than 4 MiB, it sends them in several rounds. It shares the
+            workspace of ``cp_combine(via="symmetric_memory")``. On a CPU, "symmetric_memory" calls
+            the all-gather too. Both values of ``via`` give the same bytes.
 
     Returns:
         [num_tokens, cp_world_size * num_heads, width]: contiguous with "symmetric_memory",
@@ -492,8 +492,8 @@ def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tens
 def gather_each(
     op: str, parts: Sequence[Tensor], group: str, *, dim: int, via: str
 ) -> Sequence[Tensor]:
-    """Gather one or two tensors along ``dim``, 0 or 1. "symmetric_memory" gathers all of them in
-    one kernel."""
+    """Gather one or two tensors along ``dim``, 0 or 1. "symmetric_memory" gathers two tensors in
+    one kernel, too."""
     Checks(op).one_of("via", via, *GATHERS, belongs_to="ranks shall gather by")
     world = process_group_size(op, group)
     if world == 1:
@@ -517,7 +517,7 @@ def cp_combine(
 ) -> MergedStates:
     """Combine the outputs that the ranks computed over their own keys.
 
-    Each rank keeps its heads.
+    Each rank gets the combined output of its own heads.
 
     Args:
         out: Output of all heads over this rank's keys, [num_tokens, num_heads, width], bfloat16,
@@ -532,7 +532,7 @@ def cp_combine(
             "all_to_all" exchanges outputs and log-sum-exps once, merges them in float32 and rounds
             once. "symmetric_memory" does the same as "all_to_all" in one kernel that writes to the
             memory of the host's other GPUs, without NVLink multicast; rows have at most 16384
-            bytes. The workspace takes a few MiB per other rank, once for all shapes.
+            bytes. The workspace takes a few MiB for each other rank, and serves all shapes.
         lse_base: Base of the log-sum-exps, "e" or "2".
 
     Returns:
@@ -606,7 +606,7 @@ def cp_combine(
         return MergedStates(_arrived(summed).transpose(0, 1), merged)
     if via == "symmetric_memory":
         return MergedStates(*_combine_ranks(out, lse, group, world, lse_base))
-    # each rank gets one block: outputs, then log-sum-exps as integers as wide as an output value
+    # each rank gets one block: outputs, then log-sum-exps, viewed as integers as wide as an output
     lanes = torch.int32 if out.dtype == torch.float32 else torch.int16
     sent = [
         each.unflatten(1, (world, own)).transpose(0, 1).flatten(1)
@@ -752,7 +752,7 @@ def _kernels(op: str, module: str) -> tuple[Any, Any]:
 
 
 class _Workspace(NamedTuple):
-    """This rank's memory that all ranks of a process group map."""
+    """Memory of this rank that all ranks of a process group map."""
 
     of: Any
     memory: Tensor
@@ -777,7 +777,7 @@ def _workspace(op: str, group: str, world: int, device: torch.device) -> _Worksp
             got=group_size(group),
             do="Call torch._dynamo.reset() and compile it again",
         )
-    # a workspace of an earlier group with the same name does not count
+    # the workspace of an earlier group with the same name must not be used
     if workspace is not None and workspace.of is current:
         return workspace
     if torch.cuda.is_current_stream_capturing():

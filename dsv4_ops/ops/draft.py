@@ -100,7 +100,7 @@ def _check_temperature(
     checks: Checks, temperature: float, draft_probs: Tensor | None, uniforms: Tensor | None
 ) -> None:
     is_float(checks.op, "temperature", temperature)
-    if not 0 <= temperature < math.inf:  # Dynamo has no isfinite of a symbol
+    if not 0 <= temperature < math.inf:  # Dynamo cannot trace math.isfinite of a symbol
         raise checks.error(
             "temperature",
             must="be finite and at least 0",

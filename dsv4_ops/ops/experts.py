@@ -72,8 +72,8 @@ def route(
     Args:
         hidden: Hidden states, [num_tokens, hidden_size], bfloat16, any strides.
         weight: Weight of the router, [num_experts, hidden_size], bfloat16.
-        bias: Added to the scores for the choice of experts, but not to their weights,
-            [num_experts], float32, or None.
+        bias: Added to the scores only to choose experts, not to compute the weights, [num_experts],
+            float32, or None.
         table: Fixed experts of every token id, [vocab_size, top_k], int64, instead of the experts
             with the best scores; requires ``token_ids`` [num_tokens], int64.
         top_k: Experts per token. At least 1, at most num_experts.
@@ -134,7 +134,7 @@ def grouped_topk(
 
     Args:
         logits: Logits of the router, [num_tokens, num_experts], float32, any strides.
-        bias: Added to the scores for the choice of groups and experts, but not to their weights,
+        bias: Added to the scores only to choose groups and experts, not to compute the weights,
             [num_experts], float32, or None.
         top_k: Experts per token. At least 1, at most the number of experts in ``kept_groups``
             groups.
@@ -147,10 +147,10 @@ def grouped_topk(
 
     Returns:
         ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense. Scores are s =
-        sigmoid(logits). The best groups are those with the largest sum of their two largest s +
-        bias; ids are the experts of these groups with the largest s + bias, the largest first. Ties
-        go to the first group or expert, and NaN counts as the smallest. weights = scale * s; with
-        ``normalize`` divided by (sum of s + 1e-20).
+        sigmoid(logits). A group's score is the sum of its two largest s + bias. ids are the experts
+        with the largest s + bias in the ``kept_groups`` groups with the largest scores, in
+        descending order. Ties go to the first group or expert, and NaN counts as the smallest.
+        weights = scale * s, with ``normalize`` divided by (sum of s + 1e-20).
 
     Mutates: nothing.
 
@@ -202,7 +202,7 @@ def grouped_topk(
 
 
 def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:
-    """Sort the rows of all experts into blocks of one expert each.
+    """Sort the rows of all experts into blocks, each with rows of a single expert.
 
     A row is a pair of a token and one of its experts: row ``token * topk + k``.
 
@@ -293,7 +293,7 @@ def experts(
         down_scale: As ``gate_up_scale``, for ``down``.
         shared: Values added to every token's sum, such as the output of shared experts,
             [num_tokens, hidden_size], bfloat16, any strides; None adds nothing.
-        swiglu_limit: Upper bound of the gate and of the absolute value of up. Above 0.
+        swiglu_limit: Upper limit of the gate and of the up projection's absolute value. Above 0.
         activations: Activations of both products: "bf16" (W4A16, W8A16, W16A16), or "fp8" (W4A8,
             W8A8), quantised by ``quantize_rows`` with its defaults.
         impl: "auto", "triton" or "reference".
@@ -302,8 +302,8 @@ def experts(
         bfloat16 [num_tokens, hidden_size], dense: the sum over a token's experts of weight * (a
         W_down^T), plus ``shared``, where a = bf16(silu(min(g, limit)) * clamp(u, -limit, limit))
         and (g, u) = x W_gate_up^T. Products, SwiGLU and sum are in float32; a and the result are
-        cast once. Where kernels multiply codes (see Compile), sums of 128 products have about 14
-        bits, and the products a W_down^T are also cast to bfloat16.
+        cast once. Where kernels multiply codes (see Compile), sums of 128 products are accurate to
+        about 14 bits, and the products a W_down^T are also cast to bfloat16.
 
     Mutates: nothing.
 
@@ -315,14 +315,15 @@ def experts(
 
     Compile: on a GPU our kernels for the plan, for gate and up with SwiGLU, for quantising FP8
         activations, for down and for the weighted sum. Both products read an expert's weights once
-        per block of rows (16 to 128, by the mean rows per expert), or once per two blocks of up to
-        32 rows. With FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is
-        at least 14 rows per expert, or if the number of rows is symbolic. Otherwise codes are
-        converted to bf16. In this conversion, an FP4 scale above 2^9 becomes infinite, an FP4 scale
-        below 2^-117 may round, and the FP8 code for NaN reads as 480; released checkpoints have no
-        such values. On a CPU, two reductions of Inductor gather and dequantise as they multiply;
-        eager code dequantises one expert for every block of 16 rows. Dynamic in num_tokens; CUDA
-        graphs and export: yes.
+        per block of rows. A block has 16 to 128 rows, depending on the mean number of rows per
+        expert. Two blocks of an expert share a read if they have 16 rows, or 32 rows and the
+        weights are not FP8. With FP8 activations, FP4 weights are multiplied as codes on Hopper if
+        experts have more than 13 rows on average, or if the number of rows is symbolic. Otherwise
+        codes are converted to bf16. In this conversion, an FP4 scale above 2^9 becomes infinite, an
+        FP4 scale below 2^-117 may round, and the FP8 code for NaN reads as 480; released
+        checkpoints have no such values. On a CPU, two reductions of Inductor gather and dequantise
+        as they multiply; eager code dequantises one expert for every block of 16 rows. Dynamic in
+        num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's MoE; like Hugging Face's MoE, the op applies the routing weights after
         ``down``.

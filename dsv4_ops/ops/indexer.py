@@ -172,7 +172,7 @@ _paged_mqa_logits_metadata = define_op(
 
 
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
-    """Share the keys of a step's indexer among SMs as DeepGEMM does.
+    """Divide the indexer's keys of a step among SMs, as DeepGEMM does.
 
     The keys of each row of queries are divided into splits of 256. Each SM gets a run of
     consecutive splits, in the order of the rows. Run lengths differ by at most one split; longer
@@ -195,8 +195,8 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
         same entry as the next SM. A run begins in a row that has keys, or after all rows.
 
         The numbers are those of DeepGEMM's ``get_paged_mqa_logits_metadata`` in vLLM 0.22. Later
-        versions of DeepGEMM give the longer runs to the last SMs, but their logits accept our
-        schedule too. This op sums in 64 bits, DeepGEMM in 32.
+        versions of DeepGEMM give the longer runs to the last SMs, but their logits kernels accept
+        our schedule too. This op sums in 64 bits, DeepGEMM in 32.
 
     Mutates: nothing.
 
@@ -379,8 +379,7 @@ def indexer_logits(
             ``compress_and_insert`` writes them.
         lens: Number of rows that each token may see, [num_tokens], int32, from ``flatten_decode``.
             Or [num_reqs, next_n], from ``mtp_seq_lens``, where entry (b, j) is for token b * next_n
-            + j. With both shapes, every token is scored by itself, for the reason that
-            ``indexer_select`` gives.
+            + j. With either shape, every token is scored by itself; ``indexer_select`` says why.
         req_indices: Request of every token, [num_tokens], int32; requests outside 0..num_reqs-1
             have no rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
@@ -616,23 +615,23 @@ def indexer_select(
     One call scores and selects, for decodes and prefills.
 
     Our kernels do not store scores, so memory and launches do not grow with the context. There is
-    one exception: on Hopper, with a topk of 2048 or more, they store the scores if the workspace,
-    three times the scores and 32 KiB per token, takes at most 512 MiB. The reference, which runs
-    for the layout "plain" on every device, gathers keys and stores their scores. A token's rows do
-    not depend on other tokens.
+    one exception: on Hopper, with a topk of 2048 or more, they store the scores if the workspace
+    takes at most 512 MiB. It takes three times the size of the scores, plus 32 KiB per token. The
+    reference, which runs for the layout "plain" on every device, gathers keys and stores their
+    scores. A token's rows do not depend on other tokens.
 
-    Positions [num_reqs, next_n] are treated as one row per token, without a copy if they are
-    contiguous. Kernels that read a request's keys once for all tokens of the request were slower
-    for large batches or contexts: the L2 cache serves the repeated reads anyway, and each token
-    needs its own products and reductions over the heads.
+    Positions of shape [num_reqs, next_n] are viewed as one row per token, and copied only if they
+    are not contiguous. Kernels that read a request's keys once for all tokens of the request were
+    slower for large batches or contexts: the L2 cache serves the repeated reads anyway, and each
+    token needs its own products and reductions over the heads.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
             ``indexer_quantize_q``, as are the weights. For the layout "plain", queries are bfloat16
             or float32, rotated by ``apply_rope``.
         weights: Head weights times the scales of the queries, [num_tokens, num_heads], float32, any
-            strides. For plain queries, the head weights, with or without a softmax_scale: a common
-            positive factor selects the same rows.
+            strides. For plain queries, pass the head weights, with or without a softmax_scale: a
+            common positive factor does not change the selection.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
             Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain",
             the shape is [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
@@ -679,8 +678,8 @@ def indexer_select(
         DeepGEMM is a call, followed by our kernels, and not available in AOTInductor packages; its
         scores round differently, so other rows may be selected among near ties. Dynamic in all
         tensor sizes; with dynamic sizes "auto" runs our kernels, and a graph for a topk of 2048 or
-        more has the kernels that store scores and those that do not; the sizes of a call decide
-        which of them run. CUDA graphs and export: yes.
+        more contains kernels that store scores and kernels that do not; the sizes of each call
+        decide which of them run. CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer. Other libraries do not specify the order of ties.
 

@@ -90,7 +90,7 @@ _prefill_gather_lens = define_op(
 
 
 def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_size: int) -> Tensor:
-    """Count each request's last positions that the windows of its query tokens cover.
+    """Count the last positions of each request that its query tokens' windows cover.
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
@@ -303,7 +303,7 @@ def combine_topk_swa_indices(
 
     Args:
         topk_indices: Selected rows inside the request, [num_tokens, columns], int32; only the first
-            ``topk`` columns count. Entries outside 0..swa_offset-1 are holes.
+            ``topk`` columns are read. Entries outside 0..swa_offset-1 become holes (-1).
         positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
             mark padding.
         req_indices: Request of every token, counted from the first request in the workspace,
@@ -410,7 +410,7 @@ def mixed_sparse_indices(
             means all columns if they hold cache slots, and the columns up to the last valid entry
             if they hold rows inside the request.
         prefill_topk_indices: Selected rows of the prefill tokens, inside the request,
-            [num_prefill_tokens, columns], int32; only the first ``topk`` columns count.
+            [num_prefill_tokens, columns], int32; only the first ``topk`` columns are read.
         positions: Absolute position of every token, [num_tokens], int64, num_tokens =
             num_decode_tokens + num_prefill_tokens; values outside 0..2**31-2 mark padding.
         req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
@@ -426,15 +426,16 @@ def mixed_sparse_indices(
         topk: Maximum selected rows per prefill token. At least 0.
         decode_compressed_indices_are_local: Whether ``decode_compressed_indices`` are rows inside
             the request.
-        swa_block_span: Rows from the start of one block of the window cache to the next, if blocks
-            of several caches are packed together. None means ``swa_block_size``.
+        swa_block_span: Distance, in rows, between the starts of neighbouring blocks of the window
+            cache, if blocks of several caches are packed together. None means ``swa_block_size``.
         compressed_block_span: The same for the compressed cache.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + compressed_width] with window
         slots first and -1 for holes, where compressed_width is the larger of topk and the columns
         of ``decode_compressed_indices``, rounded up to a multiple of 4; and int32 [num_tokens],
-        swa_width plus the number of compressed columns that count. The window always counts
+        swa_width plus the number of compressed columns in use: those of ``decode_compressed_lens``,
+        or min((position + 1) // compress_ratio, topk) for a prefill token. The window always takes
         swa_width columns, unlike in ``combine_topk_swa_indices``. Slots past a table, on negative
         blocks or beyond int32 are holes. Padding tokens have a row of -1 and length 0.
 

@@ -50,9 +50,9 @@ def quantize_and_insert_k_cache(
         most 448. The row stores the scales as UE8M0 bytes and the values divided by their scales as
         e4m3 codes (round to nearest even). Values within 3 % of the largest bfloat16 read back as
         infinities. RoPE values are copied bit for bit; the eighth scale byte is 0. NaN becomes code
-        0x7F and does not count for the scale; an infinity counts as the largest finite bfloat16,
-        saturates, and reads back as an infinity. If two tokens share a slot, the slot may hold a
-        mix of their bytes.
+        0x7F and does not affect the scale; an infinity affects the scale like the largest finite
+        bfloat16, saturates, and reads back as an infinity. If two tokens share a slot, the slot may
+        hold a mix of their bytes.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
@@ -156,7 +156,7 @@ def dequantize_and_gather_k_cache(
 
     Compile: writes in place; on CUDA our Triton kernel runs, in the graph and in AOTInductor
         packages, and its work grows with the gathered rows; on CPU the code rewrites the whole
-        workspace; dynamic in all tensor sizes but the 512; CUDA graphs and export: yes.
+        workspace; dynamic in all tensor sizes except the 512; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
 

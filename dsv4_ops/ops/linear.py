@@ -80,15 +80,15 @@ def quantize_rows(
         block: Values per scale; divides in_features. At least 1.
         scale: "pow2": the smallest power of two, at least 2^-126, for which amax / scale is at most
             448 (DeepSeek's recipe). "float32": amax / 448 (Hugging Face's).
-        min_amax: Minimum amax of a block. Above 0.
+        min_amax: Lower limit: a block with a smaller amax gets the scale of this amax. Above 0.
         scale_layout: Layout of the scales: "row", or "column_padded" for matrix products on SM90.
 
     Returns:
         ``QuantizedRows(values, scales)``, dense:
 
         - values, float8_e4m3fn [num_tokens, in_features]: x divided by its scale, rounded to
-          nearest even. NaN becomes code 0x7F and does not count for the scale; an infinity
-          saturates and counts as the largest bfloat16.
+          nearest even. NaN becomes code 0x7F and does not affect the scale; an infinity saturates,
+          and affects the scale like the largest bfloat16.
         - scales, float32. "row": [num_tokens, in_features / block]. "column_padded": [in_features /
           block, padded_tokens], where padded_tokens is a multiple of 4 and padding is 0.
 
@@ -171,9 +171,9 @@ def fp8_linear(
         out_features it splits in_features, and a second step sums the splits. The weight code for
         NaN (0x7F), which released files do not have, reads as 480. On Hopper, if activations are
         FP8, the result is bfloat16 and there are more than 32 tokens (16 for
-        ``fp8_grouped_linear``), the kernel multiplies codes: sums of 128 columns then have about 14
-        bits, as in torch's product. On a CPU the weight is dequantised to float32 and multiplied
-        once. Dynamic in num_tokens; CUDA graphs and export: yes.
+        ``fp8_grouped_linear``), the kernel multiplies codes: sums over 128 columns are then
+        accurate to about 14 bits, as in torch's product. On a CPU the weight is dequantised to
+        float32 and multiplied once. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's fp8_gemm. With power-of-two scales the values are exact in bfloat16, so
         W8A16 equals the product with a dequantised bfloat16 weight up to the order of sums.
@@ -209,8 +209,8 @@ def fp8_linear_norms(
 ) -> NormedPair:
     """Multiply rows by an FP8 weight, and normalise two parts of each result.
 
-    In attention, the two parts are the query's latent and the key, whose projections are one
-    weight.
+    In attention, the two parts are the query's latent and the key; one weight holds both
+    projections.
 
     Args:
         x: Activations, [num_tokens, in_features], bfloat16, any strides.
@@ -274,7 +274,7 @@ def fp8_linear_swiglu(
         weight: [out_features, in_features], float8_e4m3fn, with the rows of the gate first; both
             sizes are multiples of 128.
         scale: As for ``fp8_linear``.
-        swiglu_limit: Upper bound of the gate and of the absolute value of up. Above 0.
+        swiglu_limit: Upper limit of the gate and of the up projection's absolute value. Above 0.
         activations: "bf16" or "fp8", as for ``fp8_linear``.
 
     Returns:

@@ -35,7 +35,7 @@ PROVIDERS = ("triton", "flash_mla", "reference")
 
 
 def check_scale(checks: Checks, name: str, scale: Tensor | None, is_used: bool, what: str) -> None:
-    """Check a per-tensor scale, which must be None unless the call uses a scale (``is_used``)."""
+    """Check a per-tensor scale; it must be None unless the call uses a scale (``is_used``)."""
     if scale is None:
         return
     checks.tensor(name, scale, torch.float32, 1)
@@ -103,8 +103,8 @@ def mla_insert_kv(
         bit for bit. "mla_fp8" rows are e4m3 codes (round to nearest even, saturated) of the values
         divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales, one per 128
         codes and at least 2^-126, and the RoPE part in bfloat16. NaN becomes code 0x7F and does not
-        count for a scale; an infinity saturates, and counts for a scale as the largest finite
-        number of its dtype. If two tokens share a slot, the slot may hold a mix of their bytes.
+        affect a scale; an infinity saturates, and affects a scale like the largest finite number of
+        its dtype. If two tokens share a slot, the slot may hold a mix of their bytes.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of the layout, a scale or a format of
@@ -231,8 +231,8 @@ def mla_gather_codes(
 ) -> Tensor:
     """Read rows of an FP8 cache by slot, as stored bytes.
 
-    With context parallelism, ranks exchange these bytes, which take half as much memory as the
-    values, and decode them with ``mla_dequantize_rows``.
+    With context parallelism, ranks exchange these bytes, which take about half as much memory as
+    the values, and decode them with ``mla_dequantize_rows``.
 
     Args:
         kv_cache: Paged cache, uint8, as for ``mla_insert_kv``.
@@ -477,10 +477,10 @@ _quantize_per_tensor = define_op(
 
 
 def quantize_per_tensor(x: Tensor) -> PerTensor:
-    """Quantise a tensor to e4m3 with one scale, from its amax.
+    """Quantise a tensor to e4m3 with one scale, computed from its amax.
 
-    Every value counts for the scale: a NaN in a padding row makes all results NaN, and the codes of
-    a token depend on the other tokens of the batch. A fixed ``q_scale`` of ``mla_absorb_q`` avoids
+    Every value affects the scale: a NaN in a padding row makes all results NaN, and the codes of a
+    token depend on the other tokens of the batch. A fixed ``q_scale`` of ``mla_absorb_q`` avoids
     both effects.
 
     Scale and products are float32. vLLM rounds both to the dtype of x. For bfloat16, up to 8 % of
@@ -714,8 +714,8 @@ def mla_decode(
             no row.
         block_table: Physical block of every (request, logical block), [num_reqs, max_blocks],
             int32, any strides.
-        query_start_loc: First token of every request, [num_reqs + 1], int32: a hint that tokens of
-            a request can share the reads of its rows. Results do not depend on this hint.
+        query_start_loc: First token of every request, [num_reqs + 1], int32: a hint with which
+            tokens of a request can share the reads of its rows. Results do not depend on this hint.
         plan: Work tiles, [num_tiles, 4], int32, from ``sparse_mla_plan(seq_lens, None)`` for the
             same number of tokens and heads. With None, the call chooses the splits. The lengths
             that the plan was made from affect only the speed. A tensor that is not such a plan
@@ -726,11 +726,11 @@ def mla_decode(
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
-        num_splits: Number of splits of a token's rows; 0 lets the batch or the plan decide. At
+        num_splits: Number of splits of a token's rows; 0 chooses it by the batch or the plan. At
             least 0, and 0 with a plan.
-        batch_invariant: Whether to split by the table's width alone if num_splits is 0. A token's
-            result then has the same bits regardless of the other tokens in the batch. A plan is
-            then refused.
+        batch_invariant: Whether only the table's width decides the splits if num_splits is 0. A
+            token's result then has the same bits regardless of the other tokens in the batch.
+            ``plan`` must then be None.
         impl: Implementation: "triton" (our kernels), "flash_mla" (plain bfloat16 or float16 rows of
             576 values in blocks of 64), or "reference" (the definition). "auto" runs our kernels on
             CUDA and the reference elsewhere.
@@ -840,17 +840,16 @@ def mla_sparse(
         indices: Slots of the selected rows, block * block_size + row, [num_tokens, topk], int32,
             any strides, from ``indexer_select`` with ``slots`` if the indexer cache has the same
             blocks as ``kv_cache``; topk is at least 1. Slots that do not exist, such as -1, are
-            skipped; a slot that is listed twice counts twice.
-        lens: Number of leading entries of ``indices`` that count, [num_tokens], int32: 0 or less
-            means none, more than ``topk`` means all. So the length of the token's context may be
-            passed.
+            skipped; a slot that is listed twice is attended to twice.
+        lens: Number of leading entries of ``indices`` to use, [num_tokens], int32: 0 or less means
+            none, more than ``topk`` means all, so you may pass the length of the token's context.
         softmax_scale: Scale of q . row. Above 0.
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain" or "mla_ds_fp8".
-        num_splits: Number of splits of a token's rows; 0 lets the batch decide. At least 0.
-        batch_invariant: Whether to split by topk alone if num_splits is 0. A token's result then
-            has the same bits regardless of the other tokens in the batch.
+        num_splits: Number of splits of a token's rows; 0 chooses it by the batch. At least 0.
+        batch_invariant: Whether only topk decides the splits if num_splits is 0. A token's result
+            then has the same bits regardless of the other tokens in the batch.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition).
             "auto" runs our kernels on CUDA and the reference elsewhere.
 

@@ -74,9 +74,9 @@ def context_chunks(
     Returns:
         ``ContextChunks``, int32:
 
-        - local_starts [max_chunks, num_reqs]: for each request, the first row that a rank gathers,
-          as a row number among the request's rows on this rank; cp_world_size times this number is
-          the request's first position in the chunk.
+        - local_starts [max_chunks, num_reqs]: for each request, the first row that each rank
+          gathers, numbered among the request's rows on that rank; cp_world_size times this number
+          is the request's first position in the chunk.
         - cu_seq_lens [max_chunks, num_reqs + 1]: start of each request's positions in the chunk,
           and the total number of positions. A request without positions in the chunk has an empty
           range.
@@ -197,8 +197,8 @@ def max_context_chunks(
 ) -> int:
     """Return an upper bound on the number of chunks, for ``max_chunks``.
 
-    The capacity of the cache does not bound the chunks: requests with a common prefix share blocks
-    of the cache, but every request gathers the prefix.
+    The capacity of the cache does not bound the number of chunks: requests with a common prefix
+    share blocks of the cache, but every request gathers the prefix.
 
     Args:
         num_reqs: Maximum requests of a batch. At least 0.
@@ -251,10 +251,11 @@ def mla_workspace_rows(
 ) -> int:
     """Choose the number of workspace rows that a chunk of contexts is gathered into.
 
-    The rule is the larger of eight contexts of maximum length and four blocks per sequence, up to
-    65536 rows, but at least one block per sequence. A row takes 1152 bytes in bfloat16; the keys
-    and values that 128 heads make of a row take 80 KiB. With several ranks, allocate ``rows + rows
-    // cp_world_size``: space for the rows of all ranks, and for this rank's own rows.
+    The number is eight contexts of maximum length or four blocks per sequence, whichever is larger,
+    but at most 65536 rows, and in any case at least one block per sequence. A row takes 1152 bytes
+    in bfloat16; the keys and values that 128 heads make of a row take 80 KiB. With several ranks,
+    allocate ``rows + rows // cp_world_size``: space for the rows of all ranks, and for this rank's
+    own rows.
 
     Args:
         max_model_len: Maximum tokens of a sequence. At least 1.
@@ -368,7 +369,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
         outs: Output over each part, [num_parts, num_tokens, num_heads, width], bfloat16, float16 or
             float32; any strides.
         lses: Log-sum-exp of each part, [num_parts, num_tokens, num_heads], float32. A part whose
-            log-sum-exp is -inf, +inf or NaN has no keys, and its output may hold anything.
+            log-sum-exp is -inf, +inf or NaN has no keys, and its output may have any value.
         lse_base: Base of the log-sum-exps, "e" or "2".
 
     Returns:
@@ -533,7 +534,7 @@ def _check_plan(
 
 
 def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
-    """Return the number of positions that every request has in a chunk of an "equal" plan: a
+    """Return the number of positions that every request has in a chunk of an "equal" plan. It is a
     multiple of the block size and of ``round_``, the positions in which every rank has one turn."""
     align = math.lcm(block_size, round_)
     least = align * max(num_reqs, 1)

@@ -53,7 +53,7 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
     Compile: one loop of Inductor; dynamic in num_tokens, num_reqs and trailing sizes; CUDA graphs
         and export: yes.
 
-    Source: vLLM 0.33 ``pack_seq_triton``, with the longest length as a setting.
+    Source: vLLM 0.33 ``pack_seq_triton``; here the caller passes the longest length.
 
     Example:
         >>> import torch, dsv4_ops
@@ -96,7 +96,7 @@ def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> T
     Compile: a search per token and a loop of Inductor; dynamic in num_tokens, num_reqs, next_n and
         trailing sizes; CUDA graphs and export: yes.
 
-    Source: vLLM 0.33 ``unpack_seq_triton``, with the sum of the lengths as a setting.
+    Source: vLLM 0.33 ``unpack_seq_triton``; here the caller passes the sum of the lengths.
 
     Example:
         >>> import torch, dsv4_ops

@@ -241,11 +241,11 @@ def inverse_rope_group_quantize(
           num_groups * 512: the bfloat16 result of ``inverse_rope_group`` divided by the scale of
           its block, rounded to nearest even. The scale of a block is the smallest power of two, at
           least 2^-42, for which amax / scale is at most 448. NaN becomes code 0x7F and does not
-          count for the scale; an infinity saturates and counts as the largest bfloat16.
+          affect the scale; an infinity saturates, and affects the scale like the largest bfloat16.
         - scales. "row": float32 [num_groups, num_tokens, width / 128]. "column_padded": float32
           [num_groups, width / 128, padded_tokens]. "ue8m0_packed": int32 [num_groups, width / 512,
-          padded_tokens], the four UE8M0 bytes of a head, the first byte lowest. padded_tokens is a
-          multiple of 4, and padding is 0. For the last two layouts,
+          padded_tokens], each of which packs the four UE8M0 bytes of a head, the first byte lowest.
+          padded_tokens is a multiple of 4, and padding is 0. For the last two layouts,
           ``scales.permute(2, 0, 1)[:num_tokens]`` is the view with a token stride of 1 that
           DeepGEMM takes.
 
@@ -259,7 +259,7 @@ def inverse_rope_group_quantize(
     Compile: on a GPU one kernel of ours, on a CPU one reduction of Inductor and a copy of the
         scales where they are padded; dynamic in num_tokens and num_positions; CUDA graphs and
         export: yes. On a CPU, the compiled rotation may round differently, which changes a code by
-            at most one step.
+        at most one step.
 
     Source: vLLM 0.33's inverse RoPE and quantisation; like the two separate ops, this op rounds to
         bfloat16 in between.
@@ -343,7 +343,7 @@ def qnorm_rope_kv_insert(
     Returns:
         A tensor like ``q``, dense: each head after RMSNorm without a weight, with its last 64
         values rotated as by ``apply_rope``, computed in float32 with one cast. A head whose sum of
-        squares exceeds float32 becomes 0.
+        squares overflows float32 becomes 0.
 
     Mutates: ``k_cache``: only the bytes of the slots that the call writes. The bytes are those of
         ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``), bit for

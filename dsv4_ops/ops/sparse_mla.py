@@ -30,7 +30,7 @@ def check_decode(
     num_splits: int,
     batch_invariant: bool,
 ) -> Checks:
-    """Check the layout, the queries and ``impl`` of a decode; return the checks."""
+    """Check the layout, the queries and ``impl`` of a decode; return the call's ``Checks``."""
     checks = check_queries(op, q, layout)
     check_splits(checks, num_splits, batch_invariant)
     arguments = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
@@ -210,13 +210,13 @@ def sparse_mla_plan(
         The plan takes the split size with the least expected time; the smallest candidate is the
         mean number of keys per program. The expected time is the time of the combines plus the
         larger of two times: the time of one full split, and the time of all splits and program
-        starts divided by the number of programs. No token is split if that saves less time than a
-        combine takes. Extra splits (all but a token's first) are limited to the programs without a
-        first split, or to a quarter of the programs if that is more, because more work tiles than
-        programs cost another wave.
+        starts divided by the number of programs. If splits would save less time than a combine
+        takes, no token is split. Extra splits (all but a token's first) are limited to the programs
+        without a first split, or to a quarter of the programs if that is more, because more work
+        tiles than programs cost another wave.
 
-        A split is a share of its token's keys, not a range, so a plan made from other lengths gives
-        the same attention, only with a worse balance.
+        A split is a fraction of its token's keys, not a range of rows, so a plan made from other
+        lengths gives the same attention, but balances the work less well.
 
     Mutates: nothing.
 
@@ -264,12 +264,12 @@ def flash_mla_metadata(
     extra_width: int = 0,
     num_sm_parts: int,
 ) -> Tensor:
-    """Share the keys of a sparse decode among SMs as FlashMLA does.
+    """Divide the keys of a sparse decode among SMs, as FlashMLA does.
 
     The keys of a token form blocks of 64: first the blocks of its window, at least one, then the
     blocks of its selected rows. FlashMLA runs ``num_sm_parts`` parts, which take the tokens in
-    order. Each part takes an equal share of all blocks, where every token counts 5 blocks more than
-    it has. A token that a part does not finish is split.
+    order. Each part takes an equal share of the total cost; a token costs its number of blocks plus
+    5. A token that a part does not finish is split.
 
     In a step, one tensor serves all layers with the same lengths and widths: pass it as
     ``flash_mla_plan`` to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` with the impl
@@ -292,9 +292,9 @@ def flash_mla_metadata(
         tile_scheduler_metadata: first token of the part, last token, first block of the first
         token, end block of the last token (exclusive), number of earlier parts that share the first
         token, whether the first and whether the last token is split, and 0. A part without work
-        begins at num_tokens. The num_tokens + 1 numbers after these rows are FlashMLA's num_splits,
-        the number of splits of all earlier tokens for each token, and the total; the remaining
-        numbers are 0. A call computes num_sm_parts from the number of rows and its own number of
+        begins at num_tokens. The num_tokens + 1 numbers after these rows are FlashMLA's num_splits:
+        for each token, the number of splits of all earlier tokens, then the total. The remaining
+        numbers are 0. A call derives num_sm_parts from the tensor's rows and the call's number of
         tokens, so FlashMLA refuses the tensor in a call with another number of tokens.
 
         If a call has other lengths than the plan, FlashMLA silently skips keys or reads past the
@@ -451,13 +451,13 @@ def sparse_mla_decode(
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Number of splits of a token's keys; 0 lets the batch or the plan decide. At
+        num_splits: Number of splits of a token's keys; 0 chooses it by the batch or the plan. At
             least 0, and 0 with a plan. Our kernels store the partial results of several splits as
             float16 with one scale per 64 heads: values below 2^-14 of the amax of these heads lose
             bits.
-        batch_invariant: Whether to split by the widths alone if num_splits is 0. A token's result
-            then has the same bits regardless of the other tokens in the batch. A plan is then
-            refused.
+        batch_invariant: Whether only the widths decide the splits if num_splits is 0. A token's
+            result then has the same bits regardless of the other tokens in the batch. ``plan`` must
+            then be None.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition);
             "auto" runs our kernels, because FlashMLA was faster at no size that we measured.
 
@@ -590,7 +590,7 @@ def sparse_mla_decode_paged(
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``: 2 for C128. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Number of splits of a token's keys; 0 lets the batch decide.
+        num_splits: Number of splits of a token's keys; 0 chooses it by the batch.
         batch_invariant: As for ``sparse_mla_decode``.
         impl: As for ``sparse_mla_decode``.
 
@@ -757,9 +757,10 @@ def sparse_mla_prefill(
 
     The window of a token is its own position and the ``window_size - 1`` before it. The compressed
     rows of a token are those that ``topk_indices`` selects (C4), or, without ``topk_indices``, all
-    rows that the token may see (C128). The op takes any batch. A program attends for one token and
-    64 heads. On Hopper, "auto" splits the keys over more programs if there are few tokens. On other
-    devices, use ``sparse_mla_decode`` for few tokens, because it always splits the keys.
+    rows that the token may see (C128). The op takes any batch. Each program computes the attention
+    of one token and 64 heads. On Hopper, "auto" splits the keys over more programs if there are few
+    tokens. On other devices, use ``sparse_mla_decode`` for few tokens, because it always splits the
+    keys.
 
     Args:
         q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides. For the
@@ -790,10 +791,11 @@ def sparse_mla_prefill(
             the rows to bfloat16 and runs FlashMLA over the copy), or "reference" (the definition).
             "auto" runs our kernels. On Hopper, "auto" chooses by the sizes: our kernel runs over
             such a copy where that is faster, and splits the keys if there are few tokens. The
-            choice may change the bits of the result. "Faster" means GPU time: the five launches of
-            a copy take the host 0.5 to 0.9 ms outside of a CUDA graph. A copy needs memory for all
-            rows in the block tables, up to 2**20, and 4 bytes for each key of every token; without
-            ``topk_indices``, a token has as many keys as a row of the block table holds.
+            choice may change the bits of the result. "Faster" refers to GPU time: outside of a CUDA
+            graph, the five launches of a copy also take 0.5 to 0.9 ms of host time. A copy needs
+            memory for all rows in the block tables, up to 2**20, and 4 bytes for each key of every
+            token; without ``topk_indices``, a token has as many keys as a row of the block table
+            holds.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 for tokens without a key, such as

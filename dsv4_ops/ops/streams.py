@@ -40,9 +40,9 @@ def hyper_connection(
 ) -> HyperConnection:
     """Connect the residual streams of one block to the next.
 
-    The op mixes the streams and adds the output of the previous block, if ``block_out`` is not
-    None. It computes every token's weights from the token's streams, then collapses and normalises
-    the streams for the next block.
+    If ``block_out`` is passed, the op mixes the streams and adds the output of the previous block.
+    It computes every token's weights from the token's streams, then collapses and normalises the
+    streams for the next block.
 
     Args:
         streams: [num_tokens, num_streams, hidden_size], bfloat16, any strides. At most 8 streams.
@@ -77,10 +77,10 @@ def hyper_connection(
             ``block_out``, ``post`` and ``mix`` without the others.
         TypeError: another dtype.
 
-    Compile: on a GPU two kernels: split-K products, then two programs per token. If num_tokens is
-        static and large (449 or more at DeepSeek-V4-Flash's sizes), these two programs become two
-        kernels, so there are three in all. On a CPU, and for derivatives, plain torch ops. Dynamic
-        in num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU two kernels: one for split-K products, then one with two programs per token.
+        If num_tokens is static and large (449 or more at DeepSeek-V4-Flash's sizes), each of these
+        two programs becomes a kernel, so there are three kernels. On a CPU, and for derivatives,
+        plain torch ops. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 
