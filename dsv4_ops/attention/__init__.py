@@ -1,8 +1,8 @@
 """DeepSeek attention layers, without their linear projections.
 
 ``build_attention_step`` builds the metadata that all layers of a step share; ``attention_layer``
-runs one layer. Every stage is per token, so the same code serves decode, speculative decode,
-(chunked) prefill and mixed batches. Call both functions inside the model's
+runs one layer. Every stage computes each token separately, so the same code serves decode,
+speculative decode, (chunked) prefill and mixed batches. Call both functions inside the model's
 ``torch.compile(fullgraph=True)`` graph. ``AttentionLayer`` is an ``nn.Module`` that runs
 ``attention_layer``. These three names are for DeepSeek-V4; ``build_mla_step`` and ``mla_layer`` are
 for V2, V3, R1 and Kimi-K2; ``build_mla_step`` and ``dsa_layer`` are for V3.2 and GLM-5.

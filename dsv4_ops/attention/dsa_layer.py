@@ -55,11 +55,10 @@ def dsa_layer(
 ) -> DsaAttention:
     """Insert a step's latents and indexer keys, select rows, and attend to them.
 
-    Decodes and prefills are alike: every token attends, with an absorbed query, to the
-    ``index_topk`` rows that its indexer scores highest, or to all rows that it sees if these are
-    fewer. Ties go to the earlier row. If ranks share the cache, each rank scores its own keys with
-    all heads of the indexer; the ranks exchange the scores of their best keys, and merge their
-    attention.
+    Decodes and prefills are computed alike: every token attends, with an absorbed query, to the
+    ``index_topk`` rows that its indexer scores highest, or to all rows if it sees fewer. Ties go to
+    the earlier row. If ranks share the cache, each rank scores its own keys with all heads of the
+    indexer; the ranks exchange the scores of their best keys, and merge their attention.
 
     Args:
         spec: The model's attention configuration.

@@ -88,14 +88,14 @@ class DsaSpec(MlaSpec):
 
     @property
     def dense(self) -> MlaSpec:
-        """The spec for steps whose tokens attend to every row, as they may while requests have at
-        most index_topk tokens."""
+        """The spec for steps whose tokens attend to every row. Such steps are possible while
+        requests have at most index_topk tokens."""
         return replace(self, impl=AUTO) if self.impl in LIBRARIES else self
 
     @property
     def expands(self) -> bool:
-        """Whether our kernel of ``mla_prefill`` takes expanded keys and values of these sizes, in
-        bfloat16. Those of GLM-5 are wider."""
+        """Whether our kernel of ``mla_prefill`` supports expanded keys and values of these sizes in
+        bfloat16. GLM-5's are too wide."""
         nope, value = self.qk_nope_head_dim, self.v_head_dim
         widths = {"q": nope + self.qk_rope_head_dim, "k_nope": nope, "v": value}
         sizes = {name: Sizes((1, 1, width), torch.bfloat16) for name, width in widths.items()}

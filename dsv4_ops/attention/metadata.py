@@ -47,7 +47,8 @@ class AttentionSpec:
         window_size: Keys in the sliding window, including the token itself.
         c4_ratio: Positions per compressed row of C4 layers.
         c128_ratio: Positions per compressed row of C128 layers.
-        block_tokens: Positions per block of a compressed cache: block_tokens // ratio rows.
+        block_tokens: Positions per block of a compressed cache; a block has block_tokens // ratio
+            rows.
         swa_block_size: Rows per block of the window cache.
         index_topk: Rows that the indexer selects.
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
@@ -235,8 +236,8 @@ def build_decode_metadata(
             that write nothing.
         block_tables: Block tables of every cache group.
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool. If None, tokens
-            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A token with True but
-            no slot attends and writes nothing.
+            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A token that is valid
+            but has no slot attends and writes nothing.
 
     Returns:
         ``DecodeMetadata`` with num_tokens rows.
@@ -359,7 +360,8 @@ def token_slots(
 ) -> Tensor:
     """Compute the slots of tokens in a cache with one row per token.
 
-    Every token that exists gets a slot; with ``slot_mapping``, only tokens that have a slot there.
+    Every token that exists gets a slot. With ``slot_mapping``, tokens without a slot in it get
+    none.
     """
     stored = tokens.positions if slot_mapping is None else slot_mapping
     sizes = {"block_size": block_size, "compress_ratio": 1}

@@ -58,20 +58,20 @@ class MlaSpec:
             stay in ``dtype``.
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
-        max_decode_tokens: With the context "chunked", maximum decode tokens per step; later decode
-            tokens are computed with the prefills.
+        max_decode_tokens: With the context "chunked", maximum decode tokens per step; any further
+            decode tokens are computed with the prefills.
         workspace_rows: With "chunked", context rows per chunk; ``mla_workspace_rows`` suggests a
             number.
         max_chunks: With "chunked", maximum chunks per step; 0 if no request has a context.
             ``max_context_chunks`` returns a number that suffices for any batch. Every layer expands
             all ``workspace_rows`` rows of the first chunk, even if it is empty, and only the used
             rows of later chunks. Tokens do not attend to contexts past the last chunk: if contexts
-            may be that long, read ``MlaStep.chunks.num_chunks``.
+            may be that long, compare ``MlaStep.chunks.num_chunks`` with ``max_chunks``.
         chunk_plan: "packed" or "equal"; as for ``context_chunks``.
         batch_invariant: Whether a decode token's result is bit-identical regardless of the other
             tokens in the batch.
-        impl: Implementation of attention, for the ops that have this implementation; "auto" picks
-            the fastest one.
+        impl: Implementation of the attention ops; "auto" picks the fastest one. An op that lacks
+            the named implementation runs its fastest one, too.
         parallel: Ranks that share the cache of every sequence; None if each rank has its own cache.
     """
 

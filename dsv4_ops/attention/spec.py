@@ -54,7 +54,7 @@ class LayerSpec:
             step.
         impl: Implementation of indexer selection and attention: "triton", "flash_mla", "deep_gemm",
             "reference" or "auto". With "auto", and where an op lacks the named implementation, the
-            fastest one runs; with ``batch_invariant``, our kernels run.
+            fastest one runs (with ``batch_invariant``, our kernels).
         schedule_sms: SMs for which a step builds the DeepGEMM schedule that its C4 layers share:
             ``providers.deep_gemm_num_sms()``. With 0, each layer builds its own schedule. Requires
             impl "deep_gemm".
@@ -63,8 +63,8 @@ class LayerSpec:
             With 0, each layer builds its own metadata. Requires impl "flash_mla".
         parallel: Ranks that share the compressed rows and indexer keys of every request; None if
             each rank has its own rows and keys. Every rank stores all windows and compressor
-            states. If ranks shard heads, ``num_groups`` and the heads of queries and sink count one
-            rank's part; the indexer's heads always count all ranks.
+            states. If ranks shard heads, ``num_groups`` and the heads of queries and sink are those
+            of one rank; the indexer's heads are always those of all ranks.
         kinds: Kinds of the model's layers. A step makes plans for these kinds; a layer of another
             kind makes a plan in every call.
     """
@@ -140,7 +140,7 @@ class LayerSpec:
                 do="Only FlashMLA takes this metadata",
             )
         if self.ranks is not None:
-            for name in ("c4_block_size", "c128_block_size"):  # whole turns of ranks per block
+            for name in ("c4_block_size", "c128_block_size"):  # a block holds whole turns of ranks
                 rows = getattr(self.attention, name)
                 checks.divisor("parallel.interleave", self.ranks.interleave, name, rows)
         if self.sm_parts and self.ranks is not None:

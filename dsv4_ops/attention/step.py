@@ -223,14 +223,14 @@ def build_attention_step(
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool, for example the
             padding of a captured step of fixed size. Such tokens write nothing, whatever their
             slot. If None, tokens without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A
-            token with True but no slot attends and writes nothing.
+            token that is valid but has no slot attends and writes nothing.
         plan_heads: Query heads of the C128 layers, to build one split-KV plan
             (``sparse_mla_plan``) that these layers share; 0 for no plan. The plan balances requests
             of very different lengths: on an H200, a C128 layer of 64 heads takes 79 us instead of
             106 for 512 requests of 100 to 128k tokens, and the plan takes 7 to 8 us per step for up
-            to 128 requests. A plan does not pay for few, short or nearly equal contexts. A plan
-            gains little for 32 to 256 requests on Hopper, where the kernel has its own tile
-            scheduler. ``attention_layer`` refuses a plan that ``batch_invariant`` or impl
+            to 128 requests. A plan costs more than it saves for few, short or nearly equal
+            contexts. It saves little for 32 to 256 requests on Hopper, where the kernel has its own
+            tile scheduler. ``attention_layer`` refuses a plan that ``batch_invariant`` or impl
             "flash_mla" would ignore.
         cp_rank: The rank, [1], int32, a tensor so that one graph serves all ranks. Required if
             ``spec.parallel`` has several ranks, otherwise ignored. Block tables and slots of the
@@ -411,8 +411,8 @@ def _own_rows(
 
 
 def _share(parallel: ContextParallel, rows: dict[str, Tensor], cp_rank: Tensor) -> RankShare:
-    """Return the rank's columns of the windows. No column belongs to two ranks, so each key counts
-    once."""
+    """Return the rank's columns of the windows. No column belongs to two ranks, so no key is
+    attended to twice."""
     indices, lens, ranks = rows["swa_indices"], rows["swa_lens"], parallel.world_size
     width = indices.shape[1]
     share = -(-width // ranks)

@@ -320,8 +320,9 @@ def check_checkpoint(
     norm is missing, or a scale is missing, transposed or of another block size, they load wrong
     weights with at most a warning. A NaN in a scale or code makes every result NaN. Hugging Face's
     loader stores the scales of V4, and of other models whose config has ``scale_fmt="ue8m0"``, as
-    bytes. It rounds float32 scales to powers of two, so the check refuses other values for these
-    models. For all other models, a scale may be 0 (for a block of zeros), but not negative.
+    bytes. The loader rounds float32 scales to powers of two, so for these models the check refuses
+    scales that are not powers of two. For all other models, a scale may be 0 (for a block of
+    zeros), but not negative.
 
     Args:
         path: The folder with ``config.json`` and either the shards and their index, or one file.

@@ -75,7 +75,8 @@ _ARE_DONE: ContextVar[bool] = ContextVar("checks_are_done", default=False)
 
 @contextmanager
 def checks_are_done() -> Iterator[None]:
-    """Leave checks out of Dynamo's traces, because the caller ran the same code with fake tensors.
+    """Leave checks out of Dynamo's traces, because the caller has run the same code with fake
+    tensors.
 
     Dynamo takes longer to trace the checks of a layer than the layer itself. Comparisons of sizes
     stay, because they tell the compiler which symbols are equal.

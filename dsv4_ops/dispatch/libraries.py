@@ -76,8 +76,8 @@ def tag_libraries() -> None:
     """Add the installed libraries to the keys of torch's caches.
 
     A trace may select a library, but the graph that the caches look up does not name the library.
-    The package calls this function when the package is imported, and before the package loads a
-    library that was not installed at the import.
+    The package calls this function at its own import, and before it loads a library that was not
+    installed at that time.
     """
     found = {name: find_name(name) for name in LIBRARIES}
     state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")

@@ -32,8 +32,9 @@ def gathers(values: Mapping[str, Any]) -> Any:
 
     A prefill copies its rows if the copy takes less time than it saves, if the tokens fill more
     than half of the SMs without splits, and if the sizes are within ``MOST_LISTED`` and
-    ``MOST_GATHERED``. Sizes do not say how many rows of a block table are in use, so all rows
-    count: for a short request in a wide table, a copy may be slower than reading the blocks.
+    ``MOST_GATHERED``. Sizes do not say how many rows of a block table are in use, so the rule
+    assumes that all are: for a short request in a wide table, a copy may be slower than reading the
+    blocks.
 
     Returns:
         1 or 0; for symbolic sizes, a symbol with one of these values.

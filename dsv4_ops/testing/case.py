@@ -81,8 +81,8 @@ class OpTesting:
         cases: Named cases; at least one with a hand-computed result.
         settings: Configurations (keyword arguments) to test. Tests compile the first configuration.
         make: Function (draw, settings, min_size) -> Case, which samples a call for a configuration.
-            ``draw`` is a ``Draw``. No size is below ``min_size``; from 2 on, torch.compile
-            specialises no size.
+            ``draw`` is a ``Draw``. No size is below ``min_size``; with a ``min_size`` of 2 or more,
+            torch.compile specialises no size.
         precise: Function (*tensors, **settings) -> tuple, which has an ``Exact`` for each result
             and then for each mutated argument. The entry is None if every implementation must match
             the reference bit for bit. The error of a result may be 1.5 times the larger of one

@@ -119,8 +119,8 @@ def _state_page(head_dim: int, *kv: float | None) -> list[float]:
 
 
 def _left(states: Sequence[Sequence[float | None]], *rows: int) -> tuple[Any, ...]:
-    """Return the blocks that each of the two compressors leaves: state blocks with ``states``, and
-    a cache block with ``rows``."""
+    """Return the blocks that each of the two compressors has written: state blocks with ``states``,
+    and a cache block with ``rows``."""
     left: tuple[Any, ...] = ()
     for layout in (MainLayout(2), IndexerLayout(2)):
         pages = [_state_page(layout.head_dim, *page) for page in states]
@@ -218,7 +218,7 @@ def _cases() -> list[Case]:
     shared["state_slot_mapping"] = i64([0, 1, 2, 3])
     for name, width in (("kv_score", 1024), ("indexer_kv_score", 256)):
         shared[name] = tensors[name].clone()
-        shared[name][3, :width] = 1.0  # pooled with the other request's 1, 3 and -6: negative
+        shared[name][3, :width] = 1.0  # with the other request's 1, 3 and -6, the sum is negative
     return [
         _worked("two windows", whole),
         _worked("no slot for a row", unchanged, slot_mapping=i64([-1, 2, 0, -2])),

@@ -547,7 +547,7 @@ def _compressor_step_call(draw: Draw, settings: dict[str, Any], min_size: int) -
     num_slots = call.states.shape[0] * settings["state_block_size"]
     read = read_slots(windows)
     free = sorted(set(range(num_slots)) - (set() if settings.get("save_first") else read))
-    if draw.flag():  # only free slots next to those that windows read
+    if draw.flag():  # use only free slots near those that windows read
         free = sorted(free, key=lambda slot: _distance(slot, read))[: num_tokens + 2]
     places = slots(draw, num_tokens=num_tokens, num_slots=len(free))
     in_range = (places >= 0) & (places < len(free))

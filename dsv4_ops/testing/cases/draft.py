@@ -106,8 +106,8 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _clear(
     logits: Tensor, ids: Tensor, probs: Tensor | None, uniforms: Tensor, settings: dict[str, Any]
 ) -> Tensor:
-    """Move each request's ``uniforms`` until no decision is close, so that rounding decides
-    nothing."""
+    """Move each request's ``uniforms`` until no decision is close, so that rounding changes
+    none."""
     for _ in range(64):
         clean = uniforms.nan_to_num(0.0).clamp(0, 1)
         clear = [

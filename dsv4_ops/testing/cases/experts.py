@@ -66,10 +66,10 @@ W4A8 = {**W4A16, "activations": "fp8"}
 
 
 def _fp4_case() -> tuple[Tensor, ...]:
-    """Make two experts with 32 gates and ups for 64 inputs. Every second input is 1.
+    """Make two experts with 32 gate and 32 up rows for 64 inputs. Every second input is 1.
 
-    The gates and ups of the first expert are 16 / 16 + 16 / 8 = 3 and -2; the gates and ups of the
-    second expert are 32 and -32.
+    The gate and up values of the first expert are 16 / 16 + 16 / 8 = 3 and -2; those of the second
+    expert are 32 and -32.
     """
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     x[:, ::2] = 1
@@ -87,8 +87,8 @@ def _fp4_case() -> tuple[Tensor, ...]:
 
 
 def _tiny_case() -> tuple[Tensor, ...]:
-    """Make ups and results near the smallest float32. A kernel that divides its sums by 2^32 would
-    lose them."""
+    """Make up values and results near the smallest float32. A kernel that divides its sums by 2^32
+    would lose them."""
     x, weights, ids, gate_up, *rest = _fp4_case()
     x[:, 32:] *= 2.0**-122
     gate_up[:, 32:, :16] = 0
@@ -109,8 +109,8 @@ def _fp8_case() -> tuple[Tensor, ...]:
 
 
 def _bf16_case() -> tuple[Tensor | None, ...]:
-    """Make an unused expert, and one with 10 gates and ups for 48 inputs: gate 48 / 16 = 3 and up
-    -48 / 32 = -1.5; silu(3) * -1.5 is -4.28125 in bf16."""
+    """Make an unused expert, and one with 10 gate and 10 up rows for 48 inputs: gate 48 / 16 = 3
+    and up -48 / 32 = -1.5; silu(3) * -1.5 is -4.28125 in bf16."""
     x = torch.ones(2, 48, dtype=torch.bfloat16)
     gate_up = torch.full((2, 20, 48), torch.inf, dtype=torch.bfloat16)
     gate_up[0, :10], gate_up[0, 10:] = 2.0**-4, -(2.0**-5)

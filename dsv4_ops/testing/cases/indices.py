@@ -572,8 +572,8 @@ def _decode(
     swa: list[int] = _SLOTS,
     window: list[int] = _SLOTS,
 ) -> _Token:
-    """Make a decode token. ``slots`` are the expected slots of compressed rows, as many as the
-    token's expected length counts; None if the token does not exist."""
+    """Make a decode token. ``slots`` are the expected slots of compressed rows, one for each column
+    in the expected length; None if the token does not exist."""
     return (swa, entries, length), *at, None if slots is None else (window, slots)
 
 

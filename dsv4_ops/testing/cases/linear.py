@@ -291,8 +291,8 @@ def _swiglu_precise(
     gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
     active = gate * torch.sigmoid(gate)
     value = active * up
-    # gates and ups round before SiLU; the slope of SiLU is at most 1.1, so the error of a gate
-    # grows by at most this factor
+    # gate and up are rounded before SiLU; the slope of SiLU is at most 1.1, so the error of the
+    # gate grows by at most this factor
     error = 2 * (1.1 * of_gate * up.abs() + of_up * active.abs())
     return (Exact(value, value.abs() + error),)
 

@@ -26,7 +26,7 @@ def audit(spec: OpSpec) -> list[str]:
     for layer in ("ops", "lowering", "testing"):
         try:
             layers[layer] = spec.implementation(layer)
-        except (ImportError, AttributeError) as error:  # noqa: PERF203 # the others still count
+        except (ImportError, AttributeError) as error:  # noqa: PERF203 # check the others, too
             problems.append(f"no {layer} implementation: {error}")
     schema = _schema_parameters(spec)
     functions: dict[str, Callable[..., Any]] = {"meta": spec.meta, "reference": spec.reference}
