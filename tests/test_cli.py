@@ -356,7 +356,7 @@ TESTED = "torch 2.11 to 2.15 were tested."
     ],
 )  # fmt: skip
 def test_doctor_knows_versions_tested_together(monkeypatch, torch_version, transformers, said):
-    """doctor warns of other versions; versions that are too old are a problem."""
+    """doctor warns of other versions, and reports versions that are too old as a problem."""
     monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(probes, "distribution_version", lambda name: transformers)
     problems, warnings = [], []

@@ -25,8 +25,8 @@ SPLIT |= {"moe_intermediate_size": 256}
 """Shared experts have whole blocks on each of two ranks."""
 PLANS = ({}, {"experts": "parts"}, {"heads": False}) if NIGHTLY else ({},)
 CLOSE = 0.015
-"""Median error, relative to the norm of a token's logits: both models are in bfloat16, and routers'
-near ties may fall differently."""
+"""Upper limit of the logits' error relative to their norm (median over tokens): both models are in
+bfloat16, where near ties of routers may fall differently."""
 
 
 def kinds(model):

@@ -58,7 +58,7 @@ class MlaSpec:
             stay in ``dtype``.
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
-        max_decode_tokens: With the context "chunked", maximum decode tokens per step; any further
+        max_decode_tokens: With the context "chunked", maximum decode tokens per step; any extra
             decode tokens are computed with the prefills.
         workspace_rows: With "chunked", context rows per chunk; ``mla_workspace_rows`` suggests a
             number.

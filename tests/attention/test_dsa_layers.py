@@ -150,8 +150,8 @@ def test_errors_of_a_spec(changed, error, message):
 
 
 def test_a_library_runs_the_ops_that_it_has():
-    """``impl="flash_mla"`` is for selected rows of the released sizes; caches that are no longer
-    than a selection run our dense kernels."""
+    """``impl="flash_mla"`` is for selected rows of the released sizes; caches with at most
+    ``index_topk`` rows run our dense kernels."""
     spec = DsaSpec(num_heads=128, softmax_scale=1.0, layout="mla_ds_fp8")
     assert replace(spec, impl="flash_mla").dense == spec
     wide = replace(spec, v_head_dim=256, qk_nope_head_dim=192, context="chunked")

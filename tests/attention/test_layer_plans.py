@@ -151,7 +151,7 @@ def test_a_step_without_a_token() -> None:
 
 
 def a_call(layer: SmallLayer, inputs: list[dict[str, Tensor]]) -> tuple[Any, ...]:
-    """Return the arguments of ``attention_layer`` after the kind: 9 tokens, with a plan."""
+    """Return the arguments of ``attention_layer`` after ``kind``, for 9 tokens with a plan."""
     poison(layer)
     with changed(layer, plan_heads=layers.HEADS):
         step = layer.step(*Engine(layer, 1).batch([9]))
@@ -208,7 +208,7 @@ def test_a_plan_with_batch_invariance_is_refused_before_anything_is_written() ->
 def test_a_plan_for_flash_mla_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, flash_mla: Any
 ) -> None:
-    """FlashMLA has plans of its own; a prefill ignores the plan."""
+    """FlashMLA plans its decodes itself; a prefill ignores the plan."""
     monkeypatch.setattr(layers, "HEADS", 64)
     layer = SmallLayer("c128", SPEC)
     inputs = layers.projected(layer, layers.hidden_states()[:1])

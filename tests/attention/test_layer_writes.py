@@ -1,4 +1,4 @@
-"""What a C4 layer writes in one call, and when it does."""
+"""When a C4 layer writes all of its caches in one call, and what it writes."""
 
 from typing import Any
 

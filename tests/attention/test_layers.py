@@ -39,7 +39,7 @@ def layer_of(kind: str, spec: LayerSpec) -> tuple[SmallLayer, list[dict[str, Ten
 def in_one_pass(
     kind: str, spec: LayerSpec
 ) -> tuple[SmallLayer, list[dict[str, Tensor]], list[Tensor]]:
-    """Return a layer, inputs of four requests, and the output of each request in a step alone."""
+    """Return a layer, inputs of four requests, and the output of each in a step of its own."""
     if (kind, spec) not in LAYERS:
         layer = SmallLayer(kind, spec)
         inputs = layers.projected(layer, layers.hidden_states())
@@ -49,8 +49,8 @@ def in_one_pass(
 
 
 def assert_close(actual: Tensor, expected: Tensor, budget: float) -> None:
-    """Assert that a row's error is at most ``budget`` times its amax: in bf16 twice the rounding of
-    the result, of the weights, and of codes that float32 sums in other orders may change."""
+    """Assert that a row's error is at most ``budget`` times its amax. In bf16 that is twice the
+    rounding of the result, the weights, and the codes that the order of float32 sums may change."""
     error = (actual.double() - expected.double()).abs().amax((1, 2))
     amax = expected.double().abs().amax((1, 2))
     assert amax.min() > 0.1
@@ -181,7 +181,7 @@ def test_a_step_is_the_same_from_metadata() -> None:
 
 
 def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
-    """A mask excludes tokens whatever their slots are, as a slot of -1 does."""
+    """A mask excludes tokens whatever their slots are. Without a mask, a slot of -1 does."""
     layer, _ = layer_of("c4", SPEC)
     starts, lens, slots, swa, rows, states = Engine(layer).batch([3, 1, 0, 9], 2)
     tables, held = BlockTables(swa=swa, c4=rows, c128=rows), StateTables(c4=states, c128=states)

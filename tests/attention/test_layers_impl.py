@@ -17,7 +17,7 @@ pytest_plugins = ("tests.support.providers_on_cpu",)
 
 
 def refused(spec: LayerSpec, base: LayerSpec) -> Exception:
-    """Return the error for ``spec`` of a layer made for ``base``; its caches must not change."""
+    """Return the error of ``spec`` in a layer made for ``base``, whose caches must not change."""
     layer = SmallLayer("c4", base)
     (inputs,) = projected(layer, hidden_states()[:1])
     layer.spec = spec
@@ -136,7 +136,7 @@ def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(
 
 
 def test_what_does_not_depend_on_the_batch_is_no_choice_of_auto() -> None:
-    """On a GPU the size of the batch would decide; other layouts have no such choice."""
+    """On a GPU, "auto" would choose by the size of the batch; other layouts have no choice."""
     q = torch.empty(600, 64, 512, device="meta")
     invariant = replace(SPEC, batch_invariant=True)
     assert prefill_impl(invariant, q) == "auto"

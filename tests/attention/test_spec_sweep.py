@@ -122,7 +122,7 @@ def dense_spec(**chosen: Any) -> MlaSpec:
 
 
 BUDGETS = {("plain", F32): 2e-6, ("plain", BF16): 0.012}
-"""Rows of codes have 0.06, and 0.09 if queries are codes too; test_mla_layers.py has V3's sizes."""
+"""0.06 for rows of codes, 0.09 if queries are codes, too; test_mla_layers.py has V3's sizes."""
 
 
 def test_every_dense_layer_is_right_or_refused() -> None:

@@ -1,4 +1,4 @@
-"""Window caches in several groups of blocks: a step for each, of one build."""
+"""Window caches in several groups of blocks: one build makes a step for each group."""
 
 from dataclasses import replace
 from typing import Any

@@ -101,7 +101,7 @@ def test_a_row_that_several_tokens_list_is_read_once():
 
 
 def test_the_roofline_of_dense_decodes():
-    """Bytes bound one request of 4096 rows with 16 heads; FLOP bound 64 requests with 128 heads."""
+    """One request of 4096 rows and 16 heads is bound by bytes, 64 requests of 128 heads by FLOP."""
     queries = 16 * (576 + 512) * 2
     one = Row("plain", 16, 1, 4096)
     assert roofline_us(one, 4e6) == pytest.approx((4096 * 1152 + queries) / 4e6)

@@ -1,8 +1,8 @@
 """Attention layers as compiled graphs and as an AOTInductor package: metadata, projections, caches
 and attention in one, with dynamic sizes, caches written in place.
 
-On a CPU, Inductor takes a minute for the code of one C4 layer: that is packaged, a window layer is
-compiled, and of the others only the graphs are taken. On a GPU all are compiled and packaged.
+On a CPU, Inductor takes a minute for one C4 layer. So only this layer is packaged, a window layer
+is compiled, and the others are only traced. On a GPU all are compiled and packaged.
 """
 
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ class Packaged(torch.nn.Module):
 
 @pytest.mark.nightly("steps of one token on a GPU; the C++ of this takes g++ a minute")
 def test_one_token_has_the_graph_of_several():
-    """On a CPU, references that slice rows or multiply in groups do not depend on the size 1."""
+    """On a CPU, graphs of references that slice rows or multiply in groups also hold for size 1."""
     weight, scale = torch.ones(256, 512).to(torch.float8_e4m3fn), torch.full((2, 4), 127).byte()
     cos_sin, w_uv = torch.randn(16, 64), torch.randn(2, 512, 16).bfloat16()
 

@@ -49,7 +49,7 @@ def any_size(tree: Any) -> Any:
     ],
 )
 def test_steps_of_any_size_are_inputs_of_an_exported_layer(heads: int, tmp_path: Path) -> None:
-    """A plan has a row per token, a symbol, and a row per program. Nightly, a package runs too."""
+    """A plan has a row per token (a symbol) and per program. Nightly, a package runs, too."""
     layer = SmallLayer("c128", PLAIN)
     poison(layer)
     caches, inputs = tuple(cache.clone() for cache in caches_of(layer).values()), []

@@ -21,7 +21,7 @@ class Node:
         self.set_read_writes(self.found.rename(renames))
 
     def _compute_attrs(self, **_):
-        """Compute what an analysis of the loops finds: no dependency that was added later."""
+        """Compute what an analysis of the loops finds; it omits dependencies added later."""
         self.read_writes = self.found
 
     def set_read_writes(self, read_writes):

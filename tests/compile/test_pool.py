@@ -118,7 +118,7 @@ def test_a_pool_that_is_a_view_is_refused(how: str) -> None:
 
 
 def test_views_that_hide_that_they_share_memory_are_refused() -> None:
-    """A compiler takes these views for separate memory; of views of one storage it knows better."""
+    """A compiler takes these views for separate memory, unlike two views of one storage."""
     pool = torch.zeros(4 * PAGE, dtype=torch.uint8)
     swa, states = (pool_view(pool, each, block_stride=PAGE) for each in (MAIN, STATES))
     check_apart(swa=swa, states=states, other=MAIN.allocate(2))

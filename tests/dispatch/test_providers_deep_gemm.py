@@ -83,7 +83,7 @@ def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
 
 @pytest.mark.parametrize("is_older", [True, False])
 def test_other_releases_of_deep_gemm(deep_gemm, monkeypatch, is_older):
-    """Older ones have another name; from 2.8 on, no setting says that logits may be undefined."""
+    """Older ones use another name; from 2.8 on, no setting allows undefined logits."""
     ours, name = deep_gemm.fp8_fp4_paged_mqa_logits, "fp8_fp4_paged_mqa_logits"
     function = lambda *rest: ours(*rest, False)  # noqa: E731
     if is_older:

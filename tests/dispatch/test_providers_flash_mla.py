@@ -241,7 +241,7 @@ def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
 
 
 def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
-    """And it is compiled once."""
+    """For a symbolic size, "auto" runs our kernels, and the call is compiled once."""
     monkeypatch.setattr(choice, "is_faster", providers_on_cpu.faster_from(DECODE, "flash_mla", 2))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     seen = []

@@ -1,5 +1,5 @@
-"""Code of an A100 on a Hopper card, as PTX of sm_80 runs on all later GPUs: results, not speed.
-Takes minutes: ``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist worksteal``."""
+"""Code for an A100 on a Hopper card, which runs PTX for sm_80: results, not speed. Takes minutes:
+``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist worksteal``."""
 
 import pytest
 import torch

@@ -62,7 +62,7 @@ def test_a_long_prefill_is_the_sum_of_its_parts(kind: str) -> None:
 
 @each_kind
 def test_every_request_of_a_decode_batch_may_finish_a_window(kind: str) -> None:
-    """2,000 requests of one token each end a window; the results equal one request at a time."""
+    """All of 2,000 one-token requests end a window; results equal those of one at a time."""
     spec, count = KINDS[kind], 2000
     made = torch.Generator(DEVICE).manual_seed(3)
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}

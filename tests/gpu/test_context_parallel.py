@@ -1,6 +1,6 @@
-"""Attention on GPUs that share its cache, over NCCL: dense MLA captured in a CUDA graph a rank and
-replayed with other requests for 1,000 steps; layers of V4. ``test_split_model.py`` compiles models.
-Ranks print how far they are (``-s``)."""
+"""Attention on GPUs that share its cache, over NCCL: dense MLA in one CUDA graph per rank, replayed
+with other requests for 1,000 steps; layers of V4. ``test_split_model.py`` compiles models. Ranks
+print how far they are (``-s``)."""
 
 import collections
 import dataclasses

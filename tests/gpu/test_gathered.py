@@ -37,7 +37,7 @@ def test_lists_and_heads_of_any_size(tokens: int, heads: int, topk: int) -> None
 @pytest.mark.parametrize("heads", [9, 64, 128])
 @pytest.mark.parametrize("topk", [100, 640])
 def test_adversarial_values(topk: int, heads: int) -> None:
-    """Some entries are absent, lengths out of range, unlisted rows NaN, and tokens without keys."""
+    """Entries are absent, lengths out of range, unlisted rows NaN, and some tokens have no key."""
     case = batches.adversarial_gathered(heads, 300, heads, topk)
     agrees(GATHERED, case, ours(case))
 

@@ -188,7 +188,7 @@ def test_selection_of_random_keys(num_tokens, max_rows, topk):
 
 
 def test_a_token_depends_on_no_other_token():
-    """A row has as many parts as fit for one token, three for 128 tokens, and one for 300."""
+    """A row is split into as many parts as fit for one token, three for 128 tokens, one for 300."""
     batch = Batch(num_tokens=300, max_rows=16384, whole=False, seed=3)
     whole = batch.select(512)
     assert torch.equal(batch.select(512, slice(0, 128)), whole[:128])

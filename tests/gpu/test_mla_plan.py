@@ -23,7 +23,7 @@ def ragged(name: str, seed: int, tokens: int, heads: int) -> Case:
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 17])
 def test_plans_of_ragged_batches(name: str, tokens: int, heads: int) -> None:
-    """Plans of these lengths, other lengths, one program or thousands change no result."""
+    """Plans for these or other lengths, for one program or thousands, change no result."""
     case = ragged(name, tokens, tokens, heads)
     batches.agrees(name, case)
     stale = stale_plan(case, 3), stale_plan(case, 4, 7)

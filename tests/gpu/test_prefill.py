@@ -18,8 +18,8 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def on_device(case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
-    """Compare with the reference on the device, for 300 tokens at most. Without given results,
-    compare those with splits and those without."""
+    """Compare results with the reference on the device, for 300 tokens at most. If no results are
+    passed, compare the kernel's, with splits and without."""
     spec, moved = OPS[PREFILL], case.on(DEVICE)
     expected = moved.run(spec.reference)
     found = [actual] if actual else [kernel(PREFILL, each) for each in (case, unsplit(case))]
@@ -104,7 +104,7 @@ def test_arguments_of_any_strides(mode: str) -> None:
 
 @pytest.mark.parametrize("name", [DECODE, PAGED, PREFILL])
 def test_plain_rows_with_gaps_between_them(name: str) -> None:
-    """Only rows of the compressed cache have gaps: the kernel supports only dense rows."""
+    """Only compressed rows have gaps. The kernel needs dense rows, so the reference runs."""
     dense, gaps = plain_case(name)
     assert gaps.tensors[5 if name == PREFILL else 4].stride(1) == 1024
     spec = OPS[name]

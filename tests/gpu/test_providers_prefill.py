@@ -27,7 +27,7 @@ PER_TOKEN = (0, 2, 3, 7)
 
 
 def upstream(case: Case) -> tuple[Tensor, ...]:
-    """Return FlashMLA's results; memory for rows held NaN, so gathers must write all it reads."""
+    """Return FlashMLA's results. Memory held NaN, so gathers must write every row that is read."""
     poison = torch.full((2**27,), math.nan, dtype=torch.bfloat16, device=DEVICE)
     del poison
     return call(PREFILL, case, impl="flash_mla")
@@ -50,7 +50,7 @@ def test_sizes(window: int, block: int, topk: int) -> None:
 
 @each_mode
 def test_requests_one_after_the_other_and_mixed(mode: str) -> None:
-    """The bits are equal, because a token has the same keys in the same order; alone, too."""
+    """A token has equal bits, also alone, because its keys are the same in the same order."""
     case = prefill_case(9, 200, 64, mode).on(DEVICE)
     whole = upstream(case)
     order = torch.randperm(200, generator=generator(1)).to(DEVICE)

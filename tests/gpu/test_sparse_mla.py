@@ -95,7 +95,7 @@ def test_nothing_to_attend_with(name: str) -> None:
 @pytest.mark.parametrize("exponent", [-90, -30, 20, 110])
 def test_magnitudes_of_values(name: str, exponent: int) -> None:
     """Partial results have less range than float32. If keys are multiplied by a power of two,
-    outputs have exactly that multiple, with any number of splits."""
+    outputs change by exactly this factor, with any number of splits."""
     for tokens, num_splits in ((1, 0), (5, 0), (5, 3), (5, 1)):
         case = case_of(name, 8, tokens, 64, num_splits=num_splits)
         out, lse = kernel(name, case)
@@ -106,8 +106,8 @@ def test_magnitudes_of_values(name: str, exponent: int) -> None:
 
 
 def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
-    """All heads see the key, half of them with a weight of 0. With one split, float32 sums are
-    rounded once; both round the weights to bf16, relative to different maxima."""
+    """All heads see the key, half of them with a weight of 0. One split rounds float32 sums once.
+    One split and two both round the weights to bf16, but relative to different maxima."""
     case = batches.decode_case(4, 6, 64, None, adversarial=False)
     layout = MainLayout(64)
     slot = int(case.tensors[2][1, 0])

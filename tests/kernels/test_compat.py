@@ -98,7 +98,7 @@ def test_inductor_is_imported_in_one_file_only():
 
 
 def test_every_kernel_is_launched_with_fusion_set(monkeypatch):
-    """Triton 3.10 turns it off by default; eager launches, graphs and binaries set the option."""
+    """Triton 3.10 turns fusion off by default; eager launches, graphs and binaries turn it on."""
     binary = pytest.importorskip("dsv4_ops.kernels.aot.compile", reason="needs triton")
     from dsv4_ops.kernels import launcher
     from dsv4_ops.kernels.common import triton_compat

@@ -43,8 +43,8 @@ def test_a_device_that_is_not_here_is_what_was_said_of_it():
 
 
 def test_what_a_gpu_offers_follows_from_its_compute_capability(monkeypatch):
-    """This is the shared memory in KB, the conversion of e4m3 codes, and Hopper's kernels. Later
-    GPUs count as small, and earlier GPUs as without conversion."""
+    """Shared memory in KB, and whether a GPU converts e4m3 codes and runs Hopper's kernels. Later
+    GPUs count as small; GPUs before 8.9 do not convert."""
     monkeypatch.setattr(torch.version, "hip", None)
     offered = {
         (7, 5): (64, False, False),

@@ -223,7 +223,7 @@ VECTORS = {
 """One op for each kind of loop, compiled with SIMD, as for users. `make test-all` compiles the
 other ops, whose loops have the same parts; test_opcheck runs what they trace to."""
 COMPILED_EXAMPLES = EXAMPLES if NIGHTLY else 16
-"""Compiled calls are cheap, but their references are not: oracles see more of the references."""
+"""Compiled calls are cheap, their references are not; tests with oracles run more references."""
 
 
 def is_fused(name):

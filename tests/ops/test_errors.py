@@ -98,8 +98,8 @@ def test_as_many_requests_as_the_limit_allows() -> None:
 
 
 def test_as_many_tokens_in_a_plan_as_the_limit_allows() -> None:
-    """All tokens have one block of keys, but the last has 8 times as many as all others. It comes
-    first, in two splits if a quarter of the programs is at least one."""
+    """The last token has 8 times as many blocks of keys as all others together, which have one
+    each. It comes first, in two splits if a quarter of the programs is at least one."""
     lens = torch.ones(LIMIT, dtype=torch.int32)
     lens[-1] = 64 * 8 * (LIMIT - 1)
     ones = i32([[token, 0, 1, 0] for token in range(LIMIT - 1)])

@@ -34,7 +34,7 @@ def context_of(random: Random) -> list[int]:
 
 
 def has_blocks(settings: dict, num_reqs: int) -> bool:
-    """Return whether every request has a block, and a round of the ranks."""
+    """Return whether a chunk can hold a block and a round of the ranks per request."""
     ranks = settings["cp_world_size"]
     round_ = ranks * settings["cp_interleave"] if ranks > 1 else 1
     least = math.lcm(settings["block_size"], round_) * max(1, num_reqs)

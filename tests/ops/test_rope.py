@@ -171,7 +171,7 @@ def test_rotation_compiles_to_one_loop():
     ("dtype", "bits"), [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)]
 )
 def test_precise_is_tight(dtype, bits):
-    """An error of a few units in the last place more than a rounding is noticed."""
+    """An error that exceeds a rounding by a few units in the last place is noticed."""
     x, table = normal(4, 1, 128, dtype=dtype), ops.rope_cos_sin_cache(9, **YARN)
     case = testing.Case("called", (x, torch.arange(4), table), {"inverse": False})
     rotated = ops.apply_rope(*case.tensors)

@@ -74,7 +74,7 @@ def indices_of(
     *,
     adversarial: bool,
 ) -> Tensor:
-    """Sample slots of existing rows, 1 in 20 of them absent; past the lengths, slots of NaN."""
+    """Sample slots of existing rows, and 1 in 20 absent slots; past the lengths, slots of NaN."""
     tokens, limit = len(lens), len(slots) + len(unused)
     indices = slots[integers(made, 0, len(slots), tokens, width).long()].int()
     outside = [-2, INT32_MIN, limit, limit + 1, INT32_MAX] if adversarial else []

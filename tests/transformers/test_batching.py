@@ -183,8 +183,8 @@ def test_requests_come_go_and_stream(count, caches):
     ],
 )
 def test_a_step_is_compiled_once(name, count):
-    """A graph is for decodes, and another for all other steps, unless prompts have one token. Sizes
-    of 1 need no graph of their own."""
+    """Decodes share a graph, and all other steps share another. Prompts of one token are decodes,
+    and sizes of 1 need no graph of their own."""
     model = v4.patch(MAKERS[name](), kv="fp32", precision="reference")
     prompts = [prompt[:count] for prompt in prompts_of(8)]
     torch._dynamo.reset()
@@ -368,7 +368,7 @@ def test_max_length_counts_the_prompt_as_generate_does():
 
 
 def test_a_model_whose_attention_a_failed_try_has_changed_is_refused():
-    """Hugging Face changes a stock model's attention before it refuses it: logits are wrong."""
+    """Hugging Face changes a model's attention before refusing it, so logits become wrong."""
     model = MAKERS["v4"]()
     with pytest.raises(ValueError, match="Invalid layer type"):
         model.generate_batch([[5]], generation_config=settings())
@@ -392,7 +392,7 @@ class OnGpu:
 
 
 def test_blocks_fill_the_free_memory_of_a_gpu(monkeypatch):
-    """This is the default, unless each row can have all of its blocks."""
+    """By default the blocks fill the free memory, unless all blocks of every row fit into it."""
     model, config = OnGpu(patched("v3")), ContinuousBatchingConfig(max_memory_percent=0.5)
 
     def blocks(free):

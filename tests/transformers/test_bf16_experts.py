@@ -120,7 +120,7 @@ def test_what_hugging_face_was_told_to_run_stays(ran):
 
 @pytest.mark.parametrize("family", ["V4", "V3"])
 def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
-    """The router of V4 is then Hugging Face's, too. Symbolic sizes never count as so many rows."""
+    """With so many rows, V4's router is Hugging Face's, too. Symbolic sizes never count as many."""
     model = hf.patch(made(family))
     hf.decode_step(model, *first_step(model))
     assert ran

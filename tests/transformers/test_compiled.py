@@ -17,7 +17,7 @@ OLDEST, _ = supported("torch")
 
 
 def of_lane(family):
-    """Return whether a lane compiles this family: `make lanes` both, CI's oldest V4, else V3."""
+    """Whether a lane compiles this family: `make lanes` both, CI's oldest lane V4, others V3."""
     return EVERY or (family == "v4") == (release(torch.__version__) == release(OLDEST))
 
 

@@ -100,7 +100,7 @@ def test_variants_with_absorbed_contexts(name):
 
 
 def test_contexts_are_absorbed_below_the_break_even():
-    """64 tokens per request for this model: short chunks run one kernel, whole prompts expand."""
+    """This model breaks even at 64 tokens per request: fewer run one kernel, 64 or more expand."""
     assert reference().dsv4_ops_spec.layers.break_even == 64
     for length, expanded in ((63, False), (64, True)):
         names = called_by(lambda n=length: reference()(tokens()[:1, :n], cache=new_cache()))

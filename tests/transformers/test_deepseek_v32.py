@@ -1,6 +1,6 @@
 """Patched DeepSeek-V3.2 and GLM-5 against Hugging Face's, in float32: equal logits for every split
-of requests into steps, with contexts of fewer, as many and more tokens than are selected; and tests
-that are the same for DeepSeek-V3."""
+of requests into steps, with contexts shorter than a selection, as long, and longer; and tests that
+are the same for DeepSeek-V3."""
 
 from copy import deepcopy
 from functools import lru_cache, partial
@@ -322,7 +322,7 @@ def test_one_graph_of_a_changing_batch(family, steps):
 
 @pytest.mark.parametrize("family", ["GLM-5", *nightly("GLM-5 has both kinds of layers", "V3.2")])
 def test_parts_of_a_step(family):
-    """Kinds of layers: with an indexer or another's selection, each dense or with experts. GLM-5's
+    """Kinds of layers: with an indexer or another layer's selection, dense or with experts. GLM-5's
     fifth layer has the selection of the fourth."""
     model = small_dsa_model(family, num_hidden_layers=6)
     want = logits_of(model, tokens())

@@ -62,7 +62,7 @@ def test_modules_with_hooks_are_called(decode):
 
 
 def test_blocks_are_added_by_the_next_layer(decode, monkeypatch):
-    """The first layer's earlier block adds nothing, so that layers of a kind share a graph."""
+    """The first layer gets an earlier block of zeros, so that layers of a kind share a graph."""
     given, op = [], forwards.hyper_connection
     monkeypatch.setattr(
         forwards, "hyper_connection", lambda *args, **rest: given.append(args) or op(*args, **rest)

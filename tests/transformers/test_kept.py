@@ -64,7 +64,7 @@ def caches(model):
 
 
 def test_later_calls_capture_nothing(model, captures):
-    """Prompts, lengths and settings may differ; another number of texts captures once."""
+    """Prompts, lengths and settings may differ; another number of texts needs one capture."""
     longer = torch.cat([PROMPT, PROMPT + 1, PROMPT.flip(0)], 1)
     check(model)
     assert captures == ["pool"]
@@ -231,7 +231,7 @@ def test_what_is_kept_is_freed(model, release):
 
 
 def test_a_cache_is_for_its_model(model, captures):
-    """It depends on settings, and on inference mode, whose tensors other modes cannot write."""
+    """A cache is for its settings, and for inference mode: other modes cannot write its tensors."""
     check(model)
     with torch.inference_mode():
         check(model)

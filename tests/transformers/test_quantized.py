@@ -166,7 +166,7 @@ def paged(model):
 
 def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
     """W8A16 and W4A16 are as far from float32 as the same weights in bf16. Quantised activations
-    are as far as their simulation, rounded by definition in float32."""
+    err about as much as a simulation that rounds them in float32."""
     want = outputs(exact)
     rounded = paged(v4.patch(dequantised_model(tiny)))
     got = paged(patched(v4.Recipe.serve()))

@@ -290,8 +290,8 @@ def in_bfloat16(rest, cache):
     ],
 )
 def test_drift_of_attention_layers(dtype, kv, precision, budget, record_property):
-    """Against float32 with the same rounding of stored keys, as a fraction of the error of Hugging
-    Face's bfloat16 layer. Every layer gets the inputs of the float32 model."""
+    """Errors relative to float32 with equally rounded stored keys are below ``budget`` times those
+    of Hugging Face's bfloat16 layer. Every layer gets the inputs of the float32 model."""
     simulated = kv == "fp8"
     hf = small_model(dtype=BF16, **FORCED)
     model = v4.patch(small_model(dtype=BF16, **FORCED).to(dtype), kv=kv, precision=precision)

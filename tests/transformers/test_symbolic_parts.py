@@ -196,7 +196,7 @@ def test_caches_of_other_sizes_share_parts(fill):
 
 
 def test_what_a_part_is_for():
-    """Kinds of tensors and plain values, such as the size of the vocabulary, but no sizes."""
+    """Kinds of tensors, and plain values such as the vocabulary's size, but no tensor's sizes."""
     form, x = compiled_steps._form, torch.zeros(4, 6)
     assert form(x) == form(torch.ones(1, 9))
     for other in (x.double(), x[0], x.t(), x[:, ::2], torch.nn.Parameter(x)):

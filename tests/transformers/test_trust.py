@@ -320,7 +320,7 @@ def one(tokens, end):
 
 
 def test_a_row_that_begins_again_in_a_step_may_go_back_in_a_call():
-    """The largest length of the earlier request does not count."""
+    """The length that the row's earlier request reached does not matter."""
     model, cache = reference(), new_cache(next_n=3, max_chunk=64)
     for start in range(0, 192, 64):
         model(text()[:1, start : start + 64], cache=cache)

@@ -215,7 +215,7 @@ def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch)
 
 
 def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
-    """Wrapped before patch, all steps refuse it; wrapped later, an eager step does, on the host."""
+    """All steps refuse a class wrapped before patch; an eager step refuses one wrapped later."""
     compressor = "DeepseekV4CSACompressor"
     before, after = FAMILIES["v4"](), v4.patch(FAMILIES["v4"](), **SETTINGS)
     kind = getattr(modelling(before), compressor)

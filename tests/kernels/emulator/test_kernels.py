@@ -349,7 +349,7 @@ def test_partial_results_much_larger_in_one_half(large):
     ("mode", "more"), [("C4", 100), ("C128", 0), *nightly("those before", ("C4", 0), ("C128", 100))]
 )
 def test_every_third_page_of_either_table_is_none(mode, more):
-    """The table also names a block past the cache, whichever cache has more blocks."""
+    """Every third entry names a block past the cache, whichever cache has more blocks."""
     case = prefill_case(3, 6, 8, mode, longest=1500, max_reqs=1, topk=130)
     tensors = list(case.tensors)
     for cache, table, pages in ((1, 4, more), (5, 6, 100 - more)):

@@ -81,8 +81,8 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
 
 
 def test_programs_that_join_by_a_plan():
-    """There is one program per token (up to 2048 for all heads), and one per 32 plan rows that are
-    not first splits in a batch of as many tokens."""
+    """A head has one program per token (all heads up to 2048), or one per 32 rows that the plan has
+    beyond a row per token, whichever number is larger."""
 
     def joins(tokens, heads, programs):
         args, settings = arguments(tokens, heads=heads)
@@ -102,7 +102,7 @@ def test_programs_that_join_by_a_plan():
     ("tokens", "splits", "step"), [(66, 2, 2), (33, 4, 4), (16, 5, 8), (8, 10, 16), (4, 10, 16)]
 )
 def test_splits_that_are_joined_at_a_time(tokens, splits, step):
-    """With known sizes, at most as many as there are; with a plan up to 4 or 8."""
+    """With known sizes, all splits, rounded up to a power of two; with a plan, 4 or 8."""
     launch = Launches((9, 0))
     args, settings = arguments(tokens)
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
@@ -159,8 +159,8 @@ def test_lanes_that_cut_are_no_more_than_tokens_need(tokens, lanes):
 
 
 def test_what_is_not_cut():
-    """Too few or too many tokens, tables of one block, plans, given splits and ``batch_invariant``
-    have no schedule, and other GPUs have none."""
+    """There is no schedule for too few or too many tokens, tables of one block, plans, given splits
+    or ``batch_invariant``, or on other GPUs."""
     cut = {"combine_listed"}
     for tokens, changed in (
         (31, {}), (15, {"heads": 128}), (257, {}), (257, {"heads": 128}), (64, {"columns": 32}),

@@ -116,10 +116,10 @@ class Paged(torch.nn.Module):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
-    """Tokens have 2 window blocks and 3 blocks of 150 rows, and 1 or 2 programs per block of heads.
-    Below 32 programs, splits fill 132 programs (30 programs have three splits of two blocks). From
-    32 to 120, a schedule is for all SMs; beyond, for a program each and a quarter of the SMs. More
-    than 256 tokens have one program each. About 1024 programs combine."""
+    """Tokens have 2 window blocks and 3 blocks for 150 rows, and one program per 64 heads. Below 32
+    programs, splits add up to 132 programs (30 programs have three splits of two blocks). From 32
+    to 120, a schedule uses all SMs; above, it adds a quarter of the SMs to the programs. More than
+    256 tokens are not split. About 1024 programs combine."""
     tokens = {0: torch.export.Dim("tokens", min=2)}
     program = paged_program(heads, 75, 7, (tokens, {}))
     (symbol,) = program.range_constraints

@@ -15,7 +15,7 @@ from tests.support.launches import Launches
 
 def test_keys_of_few_tokens_are_cut():
     """128 + 70 keys are 2 + 2 blocks, and a combine takes the time of a block: 2 splits have 2
-    blocks each, 4 have one. If a token must have the same bits in every batch, there is one."""
+    blocks each, 4 have one. If a token must have the same bits in every batch, it has one split."""
     for tokens, heads, splits in ((1, 8, 4), (33, 64, 4), (34, 64, 2), (33, 65, 2), (67, 64, 1)):
         case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
         for each, expected in ((case, splits), (unsplit(case), 1)):
@@ -33,8 +33,8 @@ def test_keys_of_few_tokens_are_cut():
 )
 def test_wide_tables_are_copied(tokens, pages, copied):
     """In place, 100 tokens take 132 * 0.06 ns per key (128 and the table's rows). A copy takes 12
-    us and 0.5 ns per row (the table's and 227): as long at 1496 rows, or 748 blocks of 2. Up to 66
-    tokens are split instead; 133 tokens need as much time in place as 264."""
+    us and 0.5 ns per row (the table's and 227). The times are equal at 1496 rows, or 748 blocks of
+    2. Up to 66 tokens are split instead; 133 tokens need as much time in place as 264."""
 
     def made(*shape):
         return torch.empty(shape, dtype=torch.int32, device="meta")

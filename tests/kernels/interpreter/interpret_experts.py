@@ -130,7 +130,7 @@ class Counted:
 
 
 def check_plan(num_rows: int) -> None:
-    """Programs read several times all rows and count them, or an earlier launch counts them."""
+    """Programs read all rows in several steps and count them, or an earlier launch counts them."""
     assert num_rows > 2 * max(plan.MAX_STEP_ROWS, plan.FUSED_COUNT_ROWS)
     seed, settings = torch.Generator().manual_seed(0), {"num_experts": 8, "block_size": 32}
     ids = torch.randint(-1, 9, (6, num_rows // 6), generator=seed).int().t()

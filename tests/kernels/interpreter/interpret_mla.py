@@ -68,8 +68,8 @@ def adversarial(name: str, case: Case) -> None:
 
 
 def rotations(name: str, case: Case, thorough: bool = False) -> None:
-    """The kernel has all bits of ``inverse_rope_group`` after it: with one split, several splits, a
-    plan, and whole and partial tiles of heads."""
+    """The kernel rotates with the bits of a separate ``inverse_rope_group``: with one split,
+    several splits, a plan, and whole and partial tiles of heads."""
     cases = [with_plan(case, stale_plan(case, 1, 12)), case_of(name, 4, 1, 65, num_splits=1)]
     if thorough:
         cases += [batches.with_settings(case, num_splits=splits) for splits in (0, 1)]
@@ -81,7 +81,7 @@ def rotations(name: str, case: Case, thorough: bool = False) -> None:
 
 
 def rotated(name: str, case: Case) -> tuple[Tensor, Tensor]:
-    """Check the rotation; return the output without it, and as ``inverse_rope_group`` has it."""
+    """Check the rotation; return the output before it, and after ``inverse_rope_group``."""
     *bare, positions, table = case.tensors
     out, lse = kernel(name, Case(case.name, (*bare, None, None), case.settings))
     expected = ops.inverse_rope_group(out, positions, table, num_groups=1).view(out.shape)

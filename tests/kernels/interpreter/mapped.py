@@ -1,4 +1,4 @@
-"""Ranks in Triton's interpreter, one process each, which map each other's workspaces: files."""
+"""Ranks in Triton's interpreter, one process each, which map each other's workspaces as files."""
 
 import time
 from pathlib import Path

@@ -140,7 +140,7 @@ def test_no_kernel_spills_registers(part, monkeypatch):
 
 @pytest.mark.smoke
 def test_a_thread_loads_16_bytes_of_a_row_at_once():
-    """Triton 3.9 takes what ``tl.where`` returns for unaligned, and then loads single values."""
+    """Triton 3.9 takes results of ``tl.where`` to be unaligned, and then loads single values."""
     from dsv4_ops.cli import kernels
 
     for name, load in (("indexer_logits", "cp.async.cg"), ("compress_and_insert", "ld.global.v4")):
