@@ -15,7 +15,7 @@ _LAUNCHER: ContextVar[Any] = ContextVar("kernel_requests", default=None)
 
 
 def are_on() -> bool:
-    """Whether this context asks for kernels."""
+    """Whether fake calls in this context ask for kernels."""
     return _LAUNCHER.get() is not None
 
 

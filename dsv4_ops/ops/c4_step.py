@@ -143,7 +143,7 @@ def insert_c4_step(
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of states or caches. On CUDA, for ratios up to 4, one
-        Triton kernel of ours runs, in the graph and in AOTInductor packages; ``save_first`` adds
+        Triton kernel of ours runs, both in graphs and in AOTInductor packages; ``save_first`` adds
         two kernels that save states. For larger ratios, and on CPU, the code of the four calls
         runs. Dynamic in num_tokens, num_heads, num_reqs, num_slots, max_state_blocks, num_positions
         and the blocks of all five caches; CUDA graphs and export: yes. Results have the same bits

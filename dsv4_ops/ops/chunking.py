@@ -56,10 +56,10 @@ def split_prefill_chunks(
 
     Returns:
         ``PrefillChunks(chunks, num_chunks)``. ``chunks``, int32 [max_chunks, 4], has rows
-        (req_start, req_stop, query_start, query_stop); query rows count from the first query row of
-        req_start, and unused rows are 0. ``num_chunks``, int32 [1], is the number of chunks in the
-        plan. If num_chunks exceeds max_chunks, the plan does not fit and only its first max_chunks
-        chunks are stored.
+        (req_start, req_stop, query_start, query_stop); query rows are numbered from the first query
+        row of req_start, and unused rows are 0. ``num_chunks``, int32 [1], is the number of chunks
+        in the plan. If num_chunks exceeds max_chunks, the plan does not fit and only its first
+        max_chunks chunks are stored.
 
     Mutates: nothing.
 

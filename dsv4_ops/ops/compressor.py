@@ -62,9 +62,9 @@ def save_compressor_states(
             several devices.
         TypeError: a dtype other than those above.
 
-    Compile: writes in place, without a copy of the states; on CUDA our Triton kernel runs, in the
-        graph and in AOTInductor packages, and on CPU a scatter of Inductor; dynamic in num_tokens
-        and num_state_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the states in a
+    Compile: writes in place, without a copy of the states; on CUDA our Triton kernel runs, both in
+        graphs and in AOTInductor packages; on CPU a scatter of Inductor; dynamic in num_tokens and
+        num_state_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the states in a
         ``KVCacheBuffers`` or mark them with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``save_partial_states``.
@@ -195,8 +195,8 @@ def compress_and_insert(
             below 1, ``eps`` not above 0, an unknown layout, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
-        graph and in AOTInductor packages, and its work grows with the number of finished windows;
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, both in
+        graphs and in AOTInductor packages, and its work grows with the number of finished windows;
         on CPU reductions and scatters of Inductor, with scratch memory for a window per token;
         dynamic in num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and
         num_positions; CUDA graphs and export: yes. Implementations agree within float32 rounding,
@@ -405,8 +405,8 @@ def save_and_compress(
         ValueError: as ``compress_and_insert``, or a state_slot_mapping of another shape.
         TypeError: a dtype other than those above.
 
-    Compile: writes in place, without a copy of states or cache; on CUDA our Triton kernels run, in
-        the graph and in AOTInductor packages: one for windows of up to 32 rows, two for longer
+    Compile: writes in place, without a copy of states or cache; on CUDA our Triton kernels run,
+        both in graphs and in AOTInductor packages: one for windows of up to 32 rows, two for longer
         windows, and one more with ``save_first``; on CPU the code of the two ops; dynamic in
         num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA
         graphs and export: yes. Implementations agree bit for bit in the states, and within float32

@@ -204,7 +204,7 @@ def grouped_topk(
 def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:
     """Sort the rows of all experts into blocks, each with rows of a single expert.
 
-    A row is a pair of a token and one of its experts: row ``token * topk + k``.
+    Row ``token * topk + k`` is the pair of a token and its expert ``topk_ids[token, k]``.
 
     Args:
         topk_ids: Experts of every token, [num_tokens, topk], int32, any strides. Ids outside

@@ -61,9 +61,9 @@ def quantize_and_insert_indexer_k(
             1, an unknown layout, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
-        graph and in AOTInductor packages, and on CPU scatters of Inductor; dynamic in num_tokens
-        and num_blocks; CUDA graphs and export: yes.
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, both in
+        graphs and in AOTInductor packages; on CPU scatters of Inductor; dynamic in num_tokens and
+        num_blocks; CUDA graphs and export: yes.
 
     Source: vLLM 0.33, the store of its indexer compressor; DeepGEMM's paged key layout.
 
@@ -131,7 +131,7 @@ def gather_indexer_k(
             unknown layout, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA one Triton kernel of ours, on CPU a search and masked loads; dynamic in all
+    Compile: on CUDA one Triton kernel of ours; on CPU a search and masked loads; dynamic in all
         tensor sizes and num_rows; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``cp_gather_indexer_k_quant_cache``.
@@ -302,7 +302,7 @@ def indexer_quantize_q(
         ValueError: shapes that disagree, a ``softmax_scale`` out of range, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA our Triton kernel, on CPU a loop of Inductor, with the same bits; dynamic in
+    Compile: on CUDA our Triton kernel; on CPU a loop of Inductor with the same bits; dynamic in
         num_tokens and num_positions; CUDA graphs and export: yes.
 
     Source: vLLM 0.33's indexer queries. There is no Hadamard rotation, because it would cancel in
@@ -413,11 +413,11 @@ def indexer_logits(
             blocks of 64 rows of the layout "v4_indexer_fp8".
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: on CUDA one Triton kernel of ours; on CPU, and everywhere for the layout "plain", the
-        reference, which gathers a key for every score: masked loads and a matrix product. DeepGEMM
-        is a call in the graph, and not available in AOTInductor packages. DeepGEMM sums the heads
-        in another order, also in float32. Dynamic in all tensor sizes and num_rows; with dynamic
-        sizes "auto" runs our kernels; CUDA graphs and export: yes.
+    Compile: on CUDA one Triton kernel of ours; on CPU, and for the layout "plain" on every device,
+        the reference: masked loads that gather a key for every score, and a matrix product.
+        DeepGEMM is a call in the graph, and not available in AOTInductor packages. DeepGEMM sums
+        the heads in another order, also in float32. Dynamic in all tensor sizes and num_rows; with
+        dynamic sizes "auto" runs our kernels; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits.
 
@@ -475,7 +475,7 @@ def indexer_logits_ragged(
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA one Triton kernel of ours, on CPU a matrix product and a loop; dynamic in all
+    Compile: on CUDA one Triton kernel of ours; on CPU a matrix product and a loop; dynamic in all
         tensor sizes; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer; DeepGEMM's MQA logits.
@@ -575,7 +575,7 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
         ValueError: shapes that disagree, ``topk`` below 0, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA our Triton kernels (for topk up to 4096), on CPU loops of Inductor and torch's
+    Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU loops of Inductor and torch's
         topk and sort; dynamic in all tensor sizes; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer. Other libraries specify neither order nor ties.
@@ -673,8 +673,8 @@ def indexer_select(
         TypeError: a dtype other than those above.
         NotImplementedError, ImportError, RuntimeError: as ``indexer_logits``.
 
-    Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and everywhere for the layout
-        "plain", the reference: loops of Inductor, and torch's matrix product, topk and sort.
+    Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and for the layout "plain" on
+        every device, the reference: loops of Inductor, and torch's matrix product, topk and sort.
         DeepGEMM is a call, followed by our kernels, and not available in AOTInductor packages; its
         scores round differently, so other rows may be selected among near ties. Dynamic in all
         tensor sizes; with dynamic sizes "auto" runs our kernels, and a graph for a topk of 2048 or

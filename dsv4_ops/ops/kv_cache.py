@@ -59,9 +59,9 @@ def quantize_and_insert_k_cache(
             1, an unknown layout, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
-        graph and in AOTInductor packages, and on CPU scatters of Inductor; dynamic in num_tokens
-        and num_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the cache in
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, both in
+        graphs and in AOTInductor packages; on CPU scatters of Inductor; dynamic in num_tokens and
+        num_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the cache in
         ``KVCacheBuffers`` or mark it with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``quantize_and_insert_k_cache``; FlashMLA's 584-byte rows.
@@ -154,9 +154,9 @@ def dequantize_and_gather_k_cache(
             unknown layout, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: writes in place; on CUDA our Triton kernel runs, in the graph and in AOTInductor
-        packages, and its work grows with the gathered rows; on CPU the code rewrites the whole
-        workspace; dynamic in all tensor sizes except the 512; CUDA graphs and export: yes.
+    Compile: writes in place; on CUDA our Triton kernel runs, both in graphs and in AOTInductor
+        packages, and its work grows with the number of gathered rows; on CPU the code rewrites the
+        whole workspace; dynamic in all tensor sizes except the 512; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
 
@@ -238,7 +238,7 @@ def gather_k_cache(
             unknown layout, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA one Triton kernel of ours that writes every row once, on CPU masked loads;
+    Compile: on CUDA one Triton kernel of ours that writes every row once; on CPU masked loads;
         dynamic in all tensor sizes and num_rows; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
@@ -312,9 +312,9 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
         ValueError: shapes that disagree, rows that are not dense, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
-        graph and in AOTInductor packages, and on CPU a scatter of Inductor; dynamic in num_tokens
-        and num_blocks; CUDA graphs and export: yes.
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, both in
+        graphs and in AOTInductor packages; on CPU a scatter of Inductor; dynamic in num_tokens and
+        num_blocks; CUDA graphs and export: yes.
 
     Source: vLLM 0.33, the plain-row variants of its cache inserts.
 

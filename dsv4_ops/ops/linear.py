@@ -169,11 +169,11 @@ def fp8_linear(
 
     Compile: on a GPU one kernel of ours, which reads the weight once for up to 128 tokens; for few
         out_features it splits in_features, and a second step sums the splits. The weight code for
-        NaN (0x7F), which released files do not have, reads as 480. On Hopper, if activations are
-        FP8, the result is bfloat16 and there are more than 32 tokens (16 for
-        ``fp8_grouped_linear``), the kernel multiplies codes: sums over 128 columns are then
-        accurate to about 14 bits, as in torch's product. On a CPU the weight is dequantised to
-        float32 and multiplied once. Dynamic in num_tokens; CUDA graphs and export: yes.
+        NaN (0x7F), which released files do not have, reads as 480. On Hopper, the kernel multiplies
+        codes if activations are FP8, the result is bfloat16, and there are more than 32 tokens (16
+        for ``fp8_grouped_linear``). Sums over 128 columns are then accurate to about 14 bits, as in
+        torch's product. On a CPU the weight is dequantised to float32 and multiplied once. Dynamic
+        in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's fp8_gemm. With power-of-two scales the values are exact in bfloat16, so
         W8A16 equals the product with a dequantised bfloat16 weight up to the order of sums.
@@ -321,7 +321,7 @@ def fp8_grouped_linear(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str = AUTO,
 ) -> Tensor:
-    """Multiply every group of a row by the group's rows of a block-scaled FP8 weight.
+    """Multiply each group of values by its own rows of a block-scaled FP8 weight.
 
     This is the output projection ``o_a_proj``: it takes the result of ``inverse_rope_group``, or of
     ``inverse_rope_group_quantize`` with scale_layout="row".

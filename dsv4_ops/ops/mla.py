@@ -112,8 +112,8 @@ def mla_insert_kv(
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of the cache; on CUDA a Triton kernel runs inside the
-        graph, and on the CPU scatters of Inductor; dynamic in num_tokens and num_blocks; CUDA
-        graphs and export: yes.
+        graph; on the CPU scatters of Inductor; dynamic in num_tokens and num_blocks; CUDA graphs
+        and export: yes.
 
     Source: vLLM ``concat_and_cache_mla``; FlashMLA's rows of 656 bytes.
 
@@ -450,7 +450,7 @@ def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA a Triton kernel inside the graph, on the CPU a matrix product and a select;
+    Compile: on CUDA a Triton kernel inside the graph; on the CPU a matrix product and a select;
         dynamic in num_rows; CUDA graphs and export: yes.
 
     Source: vLLM ``MLACommonImpl._compute_prefill_context``.
@@ -749,8 +749,8 @@ def mla_decode(
         TypeError: a dtype other than those above.
         RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: our kernels on CUDA, on Hopper as one opaque call, because Inductor cannot compile
-        Gluon; elsewhere gathers and products. Dynamic in num_tokens, num_reqs, max_blocks and the
+    Compile: on CUDA our kernels (on Hopper as one opaque call, because Inductor cannot compile
+        Gluon); elsewhere gathers and products. Dynamic in num_tokens, num_reqs, max_blocks and the
         blocks of the cache; CUDA graphs and export: yes.
 
     Source: the decode of vLLM's ``MLACommonImpl``. The lse of a token without rows is -inf here,

@@ -256,7 +256,7 @@ def inverse_rope_group_quantize(
             ``scale_layout``, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on a GPU one kernel of ours, on a CPU one reduction of Inductor and a copy of the
+    Compile: on a GPU one kernel of ours; on a CPU one reduction of Inductor and a copy of the
         scales where they are padded; dynamic in num_tokens and num_positions; CUDA graphs and
         export: yes. On a CPU, the compiled rotation may round differently, which changes a code by
         at most one step.
@@ -357,8 +357,8 @@ def qnorm_rope_kv_insert(
             devices.
         TypeError: a dtype other than those above.
 
-    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs once, in
-        the graph and in AOTInductor packages, and on CPU loops and scatters of Inductor; dynamic in
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs once, both
+        in graphs and in AOTInductor packages; on CPU loops and scatters of Inductor; dynamic in
         num_tokens, num_heads, num_slots, num_blocks and num_positions; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert``.

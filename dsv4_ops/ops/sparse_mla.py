@@ -198,14 +198,14 @@ def sparse_mla_plan(
         num_programs: Programs that run at once: the SMs of the device. At least 1.
 
     Returns:
-        int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
-        heads, at least 1. A row is a work tile: token, split index, number of splits of the token,
-        and the offset of the token's partial results in a buffer, 0 for a token with one split. The
-        order is: the first splits of tokens with several splits, the other splits of these tokens,
-        tokens with one split, rows of -1. Tokens with one split are sorted by length, longest
-        first; lengths are compared in units of 1/14 of the split size, rounded down. Tokens with
-        equal lengths, and tokens with several splits, keep their order. Every token has at least
-        one split, even without keys.
+        int32 [num_tokens + programs, 4], where programs is num_programs divided by the number of
+        tiles of 64 heads, at least 1. A row is a work tile: token, split index, number of splits of
+        the token, and the offset of the token's partial results in a buffer, 0 for a token with one
+        split. The order is: the first splits of tokens with several splits, the other splits of
+        these tokens, tokens with one split, rows of -1. Tokens with one split are sorted by length,
+        longest first; lengths are compared in units of 1/14 of the split size, rounded down. Tokens
+        with equal lengths, and tokens with several splits, keep their order. Every token has at
+        least one split, even without keys.
 
         The plan takes the split size with the least expected time; the smallest candidate is the
         mean number of keys per program. The expected time is the time of the combines plus the
@@ -225,7 +225,7 @@ def sparse_mla_plan(
             tokens.
         TypeError: a dtype other than int32.
 
-    Compile: on CUDA our Triton kernel with one program runs, in the graph and in AOTInductor
+    Compile: on CUDA our Triton kernel with one program runs, both in graphs and in AOTInductor
         packages; on the CPU prefix sums, which are aten calls, and the search of ``token_map``;
         dynamic in num_tokens; CUDA graphs and export: yes.
 
@@ -307,7 +307,7 @@ def flash_mla_metadata(
             ``extra_width`` without ``extra_lens``.
         TypeError: a dtype other than int32, or a number that is not an int.
 
-    Compile: on CUDA one Triton kernel inside the graph, on the CPU prefix sums and gathers; dynamic
+    Compile: on CUDA one Triton kernel inside the graph; on the CPU prefix sums and gathers; dynamic
         in num_tokens; CUDA graphs and export: yes. No host synchronisation: a captured graph uses
         the lengths of each replay.
 
@@ -814,7 +814,7 @@ def sparse_mla_prefill(
             GiB); our kernel takes rows of 512 bfloat16 values.
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: on CUDA our Triton kernel runs, in the graph and in AOTInductor packages. On Hopper,
+    Compile: on CUDA our Triton kernel runs, both in graphs and in AOTInductor packages. On Hopper,
         with FP8 caches, graphs call an op that launches our Gluon kernels, packages contain the
         binaries of these kernels, and both graphs and packages decide by the sizes of each call
         whether to copy rows. Float32 queries, rows of another width than 512 and other devices get

@@ -41,8 +41,8 @@ def hyper_connection(
     """Connect the residual streams of one block to the next.
 
     If ``block_out`` is passed, the op mixes the streams and adds the output of the previous block.
-    It computes every token's weights from the token's streams, then collapses and normalises the
-    streams for the next block.
+    It computes every token's weights pre, post and mix from the token's streams, then collapses and
+    normalises the streams for the next block.
 
     Args:
         streams: [num_tokens, num_streams, hidden_size], bfloat16, any strides. At most 8 streams.

@@ -1,6 +1,6 @@
-"""Models whose heads and experts Hugging Face splits over GPUs that share a cache: the logits
-and the tokens of Hugging Face's model, compiled, captured and replayed; and one package for all
-GPUs, of a model that is whole on each of them."""
+"""Models whose heads and experts Hugging Face splits over GPUs that share a cache have the logits
+and tokens of Hugging Face's model: compiled, captured and replayed. A model that is whole on each
+GPU has one package for all GPUs."""
 
 import os
 from pathlib import Path

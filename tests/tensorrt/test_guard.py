@@ -81,7 +81,7 @@ def test_an_unknown_way_is_refused_even_after_enable(monkeypatch):
 
 
 def test_ops_that_write_nothing_stay_whole():
-    """Whoever traces, engines contain no decompositions of our ops."""
+    """Whichever compiler traces, engines contain no decompositions of our ops."""
 
     def traced():
         def call(starts, lens):

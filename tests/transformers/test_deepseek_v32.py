@@ -178,8 +178,8 @@ WIDE = {"v_head_dim": 256, "qk_nope_head_dim": 192}
 
 @pytest.mark.parametrize(("family", "sizes"), [("V3.2", {}), ("GLM-5", WIDE)])
 def test_prompts_expand_where_our_kernel_takes_the_keys(family, sizes, monkeypatch):
-    """This happens in caches no longer than a selection. GLM-5's values are too wide for our
-    kernel, and would run the reference on a GPU."""
+    """Prompts expand in caches with at most ``index_topk`` rows. GLM-5's values are too wide for
+    our kernel, and would run the reference on a GPU."""
     monkeypatch.setattr(MlaSpec, "break_even", 0)
     sizes = {"index_topk": LENGTH, **sizes}
     want = small_dsa_model(family, **sizes)(tokens()).logits

@@ -79,7 +79,7 @@ def test_weights_stay_as_loaded(checkpoint):
 
 @pytest.mark.parametrize("name", ["weight", "weight_scale_inv"])
 def test_what_a_gpu_goes_by_to_split_kv_b_proj_again(checkpoint, name):
-    """There a step checks if codes or scales changed; on a CPU, each step splits the weight."""
+    """On a GPU, steps check if codes or scales changed; on a CPU, each step splits the weight."""
     linear = hf.load_quantized(checkpoint[0]).model.layers[0].self_attn.kv_b_proj
     before = spec._identity(linear)
     assert spec._identity(linear) == before

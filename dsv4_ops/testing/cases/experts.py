@@ -246,7 +246,7 @@ def _route_cases() -> list[Case]:
         # the logits are 0, 2, 1, 1 and 0, 0, 1, 1; the first of two equal logits wins
         Case("best", (hidden, weight), best, ([[1], [2]], [[1.5], [1.5]])),
         Case("order", (hidden, weight), {"top_k": 4, "scale": 1.0}),
-        # scores are at most 1.46, so a bias of 10 decides
+        # scores are at most 1.46, so a bias of 10 decides the order
         Case(
             "bias",
             (hidden, weight, torch.tensor([10.0, 0.0, 0.0, 10.0])),

@@ -164,7 +164,7 @@ def _topk_cases() -> list[Case]:
     calls: list[tuple[Any, ...]] = [
         ("worked example", [[0, 64, -1, -1]], [0], two, 64, [[640, 704, -1, -1]], [2]),
         (
-            "order and holes stay, and lengths end at the last entry",  # vLLM counts entries
+            "order and holes stay, and lengths end at the last entry",  # vLLM 0.22 counts entries
             *([[-1, 64, -1, 0], [0, -1, 64, -1], [65, 1, 2, 66], none], [0] * 4, two, 64),
             [[-1, 704, -1, 640], [640, -1, 704, -1], [705, 641, 642, 706], none],
             [4, 3, 4, 0],

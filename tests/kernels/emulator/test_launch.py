@@ -142,8 +142,8 @@ def paged(*args, **changed):
     ],
 )  # fmt: skip
 def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, joining):
-    """However wide the tables are, there is one program per SM. More tokens get one program each,
-    and a quarter of the SMs for extra splits. About 1024 programs combine."""
+    """However wide the tables are, there is one program per SM. More tokens than SMs get a program
+    each, and a quarter of the SMs for extra splits. About 1024 programs combine."""
     cut = [("hopper_split_keys", programs), ("combine_listed", (joining, heads))]
     assert paged(tokens, heads=heads) == cut
     assert paged(tokens, heads=heads, columns=4096) == cut
