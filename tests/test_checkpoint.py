@@ -373,7 +373,7 @@ def test_a_header_that_contradicts_itself_is_refused(small, change, message):
 
 
 def test_a_name_is_there_once(small):
-    """This holds in a header, and over all shards."""
+    """A name must be unique in a header, and over all shards."""
     header, data = header_of(small / SHARD)
     text = json.dumps(header).encode()
     write_header(small / SHARD, text[:-1] + b"," + text[1:], data)

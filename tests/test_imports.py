@@ -113,8 +113,8 @@ def test_import_needs_torch_only(process):
 
 @pytest.mark.slow
 def test_import_costs_less_than_150_ms_over_torch(process):
-    """This is processor time, the best of five runs, in units of a loop: the budget must not depend
-    on slow or busy machines, on garbage collections of torch's objects, or on bytecode."""
+    """The cost is processor time, the best of five runs, in units of a loop: the budget must not
+    depend on slow or busy machines, on garbage collections of torch's objects, or on bytecode."""
     found = re.findall(r"^loops (.*)$", process.stdout, re.M)
     assert len(found) == 5
     assert min(map(float, found)) * LOOP_MS < 150

@@ -75,7 +75,7 @@ def called(model):
 
 
 def logits(model):
-    """Return logits of such a call, of a prefill past a window, and of later steps."""
+    """Return logits of Hugging Face's call, of a prefill past a window, and of later steps."""
     found = [called(model)]
     cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
     row = cache.add("a", num_tokens=140)

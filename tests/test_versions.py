@@ -33,7 +33,7 @@ def test_every_torch_meets_the_newest_transformers():
 
 
 def test_a_torch_has_one_triton():
-    """It is the Triton that this torch requires."""
+    """Each lane has the Triton that its torch requires."""
     pairs = {(lane.torch, lane.triton) for lane in versions.LANES.values()}
     assert len(pairs) == len({torch for torch, _ in pairs})
 

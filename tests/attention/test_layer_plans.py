@@ -273,7 +273,7 @@ def test_a_step_makes_the_schedule_of_deep_gemm_once() -> None:
 
 @pytest.mark.parametrize("kinds", [KINDS, ("c4", "c128"), ("window",), ("c4",), ()])
 def test_a_step_plans_for_the_kinds_of_the_model_alone(kinds: tuple[str, ...]) -> None:
-    """This holds for FlashMLA's metadata, DeepGEMM's schedule and our own plan."""
+    """Such plans are FlashMLA's metadata, DeepGEMM's schedule and our own plan."""
     table = torch.arange(16, dtype=torch.int32)[None]
     args = (i32([0, 1]), i32([60]), torch.tensor([59]), BlockTables(table, table, table))
     sets = {"flash_mla": {"sm_parts": 3}, "deep_gemm": {"schedule_sms": 2}, "auto": {}}

@@ -40,7 +40,7 @@ def by_part(model, num_gpus=1, is_split=lambda name: False):
 
 
 def test_weights_are_those_of_hugging_faces_modules():
-    """This is Flash; test_checkpoint.py tests Pro."""
+    """The model is Flash; test_checkpoint.py tests Pro."""
     assert by_part(flash()) == weight_bytes(FLASH)
     assert sum(by_part(flash()).values()) == 156_016_590_300
 

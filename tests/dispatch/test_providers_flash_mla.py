@@ -75,7 +75,7 @@ def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
 
 
 def metadata_of(name, case, **changed):
-    """Return the metadata for the lengths that FlashMLA gets from such a call."""
+    """Return the metadata for the lengths that FlashMLA gets from this call."""
     tensors, paged = case.tensors, name == PAGED
     extra = tensors[5] if paged else tensors[6]
     table = tensors[7] if paged else tensors[5]

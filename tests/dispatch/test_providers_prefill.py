@@ -218,7 +218,7 @@ def test_rows_and_keys_that_a_copy_is_of():
 
 
 def sizes_of(tokens, heads, topk, blocks):
-    """Return the shapes of a prefill of one request with a table of so many blocks of 64 rows."""
+    """Return the shapes of a prefill of one request, with ``blocks`` blocks of 64 rows."""
 
     def ints(*shape):
         return torch.empty(shape, dtype=torch.int32, device="meta")

@@ -171,7 +171,7 @@ def lens_of(what: str, tokens: int, width: int) -> Tensor:
 
 
 def their_metadata(heads: int, swa_lens: Tensor, extra_lens: Tensor | None, width: int):
-    """Return FlashMLA's plan for such lengths."""
+    """Return FlashMLA's plan for these lengths."""
     tokens, page = swa_lens.shape[0], MainLayout(64).allocate(1, DEVICE)
     q = torch.zeros(tokens, 1, heads, 512, dtype=torch.bfloat16, device=DEVICE)
     view = adapter.kernel_view(page, 64)

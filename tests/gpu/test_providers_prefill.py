@@ -1,5 +1,5 @@
 """FlashMLA behind ``sparse_mla_prefill`` on a GPU: sampled and adversarial calls, graphs, and what
-auto takes. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the bundle that holds the
+"auto" selects. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the bundle that holds the
 library. Compiled and packaged calls: test_providers.py."""
 
 import math

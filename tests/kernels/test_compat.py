@@ -52,7 +52,7 @@ def names_in(path):
 
 
 def test_private_torch_is_imported_in_two_files_only():
-    """These are the files of folders that import no kernel."""
+    """The test reads the folders that import no kernel."""
     private = re.compile(r"torch(\.\w+)*\._(?!_)(?!schema|unsafe)")
     offenders = [
         f"{path.name}: {name}"

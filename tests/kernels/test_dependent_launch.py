@@ -58,7 +58,7 @@ CHEAP = ("expert_plan", "gather_k_cache, plain", "mla_expand_kv")
     "example", [*CHEAP, *nightly("CHEAP", *sorted(kernels.examples().keys() - CHEAP))]
 )
 def test_the_wait_comes_before_memory(example):
-    """This holds on Hopper for Triton and Gluon kernels; earlier GPUs have no such instruction."""
+    """On Hopper, kernels in Triton and Gluon wait; earlier GPUs have no such instruction."""
     call, op = kernels.examples()[example], example.partition(",")[0]
     for launch in kernels.launches(op, *call, (9, 0)):
         made = kernels.compiled(launch, 90)

@@ -85,7 +85,7 @@ def launcher(t):
 
 
 def test_the_rule_itself():
-    """It allows an index that names an entry, indices that are no integers, and other functions."""
+    """The rule allows names of entries, indices that are no integers, and other functions."""
     assert indexed_in_place(CODE.format(line="return tile")) == []
     for line, expected in {
         "tl.store(x + t[1], tile)": ["t[1]"],

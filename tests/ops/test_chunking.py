@@ -93,7 +93,7 @@ def test_random_plans() -> None:
 
 
 def test_random_plans_cover_every_query_once_within_the_bound() -> None:
-    """This holds for any algorithm: each query once, within the budgets, in few enough chunks."""
+    """Any algorithm must plan each query once, within the budgets, in few enough chunks."""
     for seed in SEEDS:
         seq_lens, query_lens, workspace, logits_bytes = random_lens(Random(seed), least=0)
         plan = ops.plan_prefill_chunks(

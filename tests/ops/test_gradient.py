@@ -103,7 +103,7 @@ def test_a_program_of_weights_that_require_gradients_is_that_of_inference():
 @pytest.mark.parametrize("spec", [PLAIN, SPEC], ids=["plain", "fp8"])
 @pytest.mark.parametrize("kind", ["window", "c4"])
 def test_a_layer_computes_and_then_raises(kind, spec):
-    """This also holds for weights that reach the output only through the caches."""
+    """A layer also raises for weights that reach the output only through the caches."""
     layer = SmallLayer(kind, spec)
     inputs = layer.project(hidden_states()[0])
     batch = Engine(layer, 1).batch([60])

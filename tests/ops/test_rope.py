@@ -125,7 +125,7 @@ LAYOUTS = ("row", "column_padded", "ue8m0_packed")
 
 @pytest.mark.parametrize("scale_layout", LAYOUTS)
 def test_fp8_form_has_the_bytes_of_the_oracle(scale_layout):
-    """Codes and scales equal those of ``inverse_rope_group``'s bf16 rows; some are adversarial."""
+    """Codes and scales equal those of ``inverse_rope_group``'s bf16 rows; some rows are special."""
     options = {"num_groups": 2, "scale_layout": scale_layout}
 
     @sampled(40)

@@ -182,7 +182,7 @@ def test_steps_refuse_the_cache_of_another_model(step, changed, name, held, valu
 
 
 def test_what_a_cache_was_made_for_is_part_of_its_structure():
-    """It is not a leaf: graphs, exported programs and packages contain it as a constant."""
+    """This data is no leaf: graphs, exported programs and packages contain it as a constant."""
     tensors = cache_of().tensors
     values, structure = tree_flatten(tensors)
     assert all(isinstance(value, torch.Tensor) for value in values)

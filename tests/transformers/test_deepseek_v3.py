@@ -208,7 +208,7 @@ def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch
 
 
 def test_weights_that_change_are_absorbed_again():
-    """They change in place, or are loaded at the same addresses; copies have their own weights."""
+    """Weights change in place or are loaded at the same addresses; copies have their own."""
     model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
     places = [buffer.data_ptr() for name, buffer in model.named_buffers() if "w_u" in name]
     copy, file = deepcopy(model), io.BytesIO()

@@ -427,7 +427,7 @@ def test_a_changed_indexer_is_refused(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attributes_that_steps_do_not_read_must_be_those_of_the_configuration(family):
-    """This is checked in ``patch`` and later; Hugging Face reads the attribute."""
+    """``patch`` and calls check these attributes, because Hugging Face reads them."""
     stock, model = (small_dsa_model(family, num_hidden_layers=1) for _ in range(2))
     v4.patch(model, **EXACT)
     for each, run in (

@@ -88,7 +88,7 @@ def test_what_a_gpu_goes_by_to_split_kv_b_proj_again(checkpoint, name):
 
 
 def test_weights_that_are_loaded_later_count(checkpoint):
-    """They are loaded into the same storage, or into another."""
+    """Later weights are loaded into the same storage, or into another."""
     model = hf.patch(hf.load_quantized(checkpoint[0]))
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     odd = model.get_submodule(ODD)

@@ -133,7 +133,7 @@ def test_swiglu():
 
 @pytest.mark.parametrize("precise", [False, True])
 def test_clamp_of_shared_experts(precise):
-    """This is the only flag with an effect in float32, where an activation exceeds the limit."""
+    """Of all flags, only this one has an effect in float32: activations exceed the limit."""
     x = values(40, 128, scale=3.0).float()
     for clamp in (True, False):
         recipe = v4.Recipe(**{**OFF, "swiglu_float32": precise, "shared_expert_clamp": clamp})

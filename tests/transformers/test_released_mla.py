@@ -198,7 +198,7 @@ def test_modules_that_are_not_converted(copied):
 
 @all_versions
 def test_every_tensor_is_required_by_name(copied):
-    """This includes norms; Hugging Face would make random norms instead."""
+    """Norms are required, too; without them, Hugging Face would make random norms."""
     files, _, write = copied
     for name in list(files):
         kept = files.pop(name)
@@ -342,7 +342,7 @@ def test_other_names_of_the_codes_format(copied, name):
 
 @all_versions
 def test_shared_experts_have_hugging_faces_default(copied):
-    """It is 1 for V3, V3.2 and GLM-5, and 2 for V2, whose files here have 1."""
+    """The default is 1 for V3, V3.2 and GLM-5, and 2 for V2, whose files here have 1."""
     _, config, write = copied
     assert config.pop("n_shared_experts") == 1
     if config["model_type"] != "deepseek_v2":

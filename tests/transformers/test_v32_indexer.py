@@ -1,5 +1,5 @@
 """Indexers of DeepSeek-V3.2 and GLM-5, with a key per token, against Hugging Face's in float32.
-Ours run requests of several lengths in one ragged batch over permuted blocks, hf one by one."""
+Ours run all requests in one ragged batch over permuted blocks; Hugging Face's run one by one."""
 
 from typing import Any
 

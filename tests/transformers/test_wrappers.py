@@ -198,7 +198,7 @@ def test_a_wrapper_around_an_instances_forward_runs(family, first):
 
 @pytest.mark.parametrize(("family", "precision"), [("v4", "reference"), ("v3", "serve")])
 def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch):
-    """It is around a module that steps call, before patch; functools.wraps copies its names."""
+    """A module that steps call is wrapped before patch; functools.wraps copies names."""
     model = FAMILIES[family]()
     plain = stock_logits(model)
     norm = type(model.model.norm)
@@ -306,7 +306,7 @@ def test_a_hook_derived_from_accelerates_is_refused(family):
 
 @pytest.mark.parametrize("first", [True, *nightly("test_modules.py", False)])
 def test_adapters_of_peft_compile(first):
-    """This is V3; test_compile_step.py has V4 with an adapter."""
+    """The model is V3; test_compile_step.py has V4 with an adapter."""
     peft = pytest.importorskip("peft", reason="needs peft")
     settings = peft.LoraConfig(
         r=4, target_modules=r".*\.(q_b_proj|o_proj|o_b_proj)|lm_head", init_lora_weights=False

@@ -28,7 +28,7 @@ KERNEL = "hopper_gathered_keys_kernel"
 
 
 def kernel(name, case, seed=0, programs=2):
-    """Return the results of the launcher, whose kernel runs as so many emulated programs."""
+    """Return the results of the launcher, whose kernel runs as ``programs`` emulated programs."""
     results, launched = emulated.results_of(name, case, seed, programs)
     assert launched == ([KERNEL] if case.tensors[0].numel() else [])
     return results

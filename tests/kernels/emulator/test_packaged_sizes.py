@@ -214,7 +214,7 @@ def test_a_dense_decode_of_any_size():
 
 
 def compiled(program):
-    """Yield the compiled kernel of each launch, for what the graph knows of its arguments."""
+    """Yield each launch's kernel, compiled for what the graph knows of the arguments."""
 
     def known(value):
         value = value.meta["val"] if isinstance(value, torch.fx.Node) else value

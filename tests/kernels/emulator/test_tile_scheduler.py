@@ -29,7 +29,7 @@ def scheduled(swa, extra, requests, num_reqs, programs, **more):
 
 
 def of_blocks(*counts):
-    """Return lengths for tokens of so many blocks, of which the first is in the window."""
+    """Return lengths for tokens with these numbers of blocks; the first block is the window's."""
     window = [64 * (count > 0) for count in counts]
     return window, [64 * max(count - 1, 0) for count in counts], list(range(len(counts)))
 
@@ -181,7 +181,7 @@ def test_batches_scheduled_by_their_lens(tokens, heads, programs, monkeypatch):
     ("tokens", "heads", "splits"), [(3, 65, 2), *nightly("2 splits", (5, 8, 0), (2, 8, 1))]
 )
 def test_splits_where_a_package_might_schedule(tokens, heads, splits, monkeypatch):
-    """Every token has as many splits; tokens of several splits are listed for the combine."""
+    """All tokens have equally many splits; those with several are listed for the combine."""
     made = functools.partial(splitting.TileSchedule, 0, 132, 132)
     room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
     monkeypatch.setattr(decode, "schedule_of", lambda *_: made(room))
