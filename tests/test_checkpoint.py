@@ -73,7 +73,7 @@ def test_a_config_without_a_size_is_refused_by_name(read):
 
 
 def test_weights_on_each_gpu():
-    """GB of Flash and Pro, if only experts are split, or heads, too."""
+    """GB of Flash and Pro per GPU: only experts are split, or heads are split, too."""
     for config, sizes in (
         (FLASH, {1: (156.0, 156.0), 2: (81.9, 79.2), 4: (44.8, 40.8), 8: (26.3, 21.6)}),
         (PRO, {8: (129.8, 111.1), 16: (78.3, 58.2)}),

@@ -142,10 +142,10 @@ def compress_and_insert(
     """Write the compressed key of every window that a token of this step finishes.
 
     The token at position p finishes window p // compress_ratio when (p + 1) % compress_ratio is 0.
-    The window's key is the sum of its kv rows, weighted per channel by the softmax of the scores,
-    followed by RMSNorm and by RoPE at the first position of the window. An overlapping compressor
-    also sums over the previous window: it takes the left head_dim channels of kv and score from the
-    previous window, and the right head_dim channels from the finished window.
+    The window's key is the sum of its kv rows, weighted per channel by the softmax of the scores.
+    RMSNorm and RoPE at the window's first position are then applied to the key. An overlapping
+    compressor also sums over the previous window: it takes the left head_dim channels of kv and
+    score from the previous window, and the right head_dim channels from the finished window.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for

@@ -432,12 +432,13 @@ def mixed_sparse_indices(
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + compressed_width] with window
-        slots first and -1 for holes, where compressed_width is the larger of topk and the columns
-        of ``decode_compressed_indices``, rounded up to a multiple of 4; and int32 [num_tokens],
-        swa_width plus the number of compressed columns in use: those of ``decode_compressed_lens``,
-        or min((position + 1) // compress_ratio, topk) for a prefill token. The window always takes
-        swa_width columns, unlike in ``combine_topk_swa_indices``. Slots past a table, on negative
-        blocks or beyond int32 are holes. Padding tokens have a row of -1 and length 0.
+        slots first and -1 for holes, where compressed_width is topk or the number of columns of
+        ``decode_compressed_indices``, whichever is larger, rounded up to a multiple of 4; and int32
+        [num_tokens], swa_width plus the number of compressed columns in use: those of
+        ``decode_compressed_lens``, or min((position + 1) // compress_ratio, topk) for a prefill
+        token. The window always takes swa_width columns, unlike in ``combine_topk_swa_indices``.
+        Slots past a table, on negative blocks or beyond int32 are holes. Padding tokens have a row
+        of -1 and length 0.
 
     Mutates: nothing.
 

@@ -101,8 +101,8 @@ def mla_insert_kv(
 
     Mutates: ``kv_cache``: only the rows of the slots that the call writes. "plain" rows are copied
         bit for bit. "mla_fp8" rows are e4m3 codes (round to nearest even, saturated) of the values
-        divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales, one per 128
-        codes and at least 2^-126, and the RoPE part in bfloat16. NaN becomes code 0x7F and does not
+        divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales (one per 128
+        codes, at least 2^-126), and the RoPE part in bfloat16. NaN becomes code 0x7F and does not
         affect a scale; an infinity saturates, and affects a scale like the largest finite number of
         its dtype. If two tokens share a slot, the slot may hold a mix of their bytes.
 

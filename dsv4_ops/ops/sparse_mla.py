@@ -183,11 +183,12 @@ def sparse_mla_plan(
 
     Without a plan, ``sparse_mla_decode`` gives every token the same number of splits, so the whole
     batch waits for its longest context. ``sparse_mla_decode_paged`` can schedule by lengths itself,
-    but must do so again in every layer. It does so for FP8 caches on Hopper if num_splits is 0,
-    there are at most 256 tokens, the number of tokens times the number of tiles of 64 heads is at
-    least 32, and window and block table together have columns for at least 4 blocks of 64 keys. One
-    plan serves all layers with the same lengths. Pass the plan as ``plan`` to ``sparse_mla_decode``
-    or ``sparse_mla_decode_paged``, or let ``dsv4_ops.attention.build_attention_step`` make it.
+    but must do so again in every layer. It schedules by lengths for FP8 caches on Hopper if
+    num_splits is 0, there are at most 256 tokens, the number of tokens times the number of tiles of
+    64 heads is at least 32, and window and block table together have columns for at least 4 blocks
+    of 64 keys. One plan serves all layers with the same lengths. Pass the plan as ``plan`` to
+    ``sparse_mla_decode`` or ``sparse_mla_decode_paged``, or let
+    ``dsv4_ops.attention.build_attention_step`` make it.
 
     Args:
         swa_lens: Number of window rows that each token sees, [num_tokens], int32; negative values

@@ -213,7 +213,7 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
 @pytest.mark.parametrize("kind", ["c4", "c128"])
 @pytest.mark.parametrize("rings", [False, True])
 def test_states_of_rings_are_saved_when_the_windows_were_read(kind: str, rings: bool) -> None:
-    """Without ``state_rings`` one op does both. Chunks give the result of a single step."""
+    """Without ``state_rings`` one op reads and saves states. Chunks give the result of one step."""
     layer, inputs, whole = in_one_pass(kind, PLAIN)
     with changed(layer, state_rings=rings), Called() as called:
         (out,) = in_chunks(layer, inputs[:1], [[5, 0, 1, 1, 30, LENGTH - 37]])

@@ -66,7 +66,7 @@ def test_decode_metadata_by_hand():
 
 def test_a_key_per_token_by_hand():
     """With ratio 1, as in DeepSeek-V3.2's indexer, rows are positions, here in blocks of 8. One
-    request has two tokens, the other one."""
+    request has two tokens, the other has one."""
     spec = dataclasses.replace(SMALL, c4_ratio=1, c128_ratio=1)
     table, c4 = i32([[7, 3], [2, 5]]), i32([[10], [11]])
     batch = (i32([0, 2, 3]), i32([8, 5]), i64([100, 101, -1]), BlockTables(table, c4, c4))

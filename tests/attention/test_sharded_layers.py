@@ -141,8 +141,8 @@ def rank_layers(rank: int, world: int, rounds: int) -> None:
 def rank_quantised(
     rank: int, world: int, via: str = "reduce_scatter", device: str = "cpu", **settings: bool
 ) -> None:
-    """FP8 caches and bfloat16 outputs, also with the fused insert of decodes. Ranks round four
-    times more: a partial result, its share, the sum of shares, and the sum with the sink."""
+    """FP8 caches and bfloat16 outputs, also with the fused insert of decodes. Ranks round four more
+    times: a partial result, its share, the sum of shares, and the sum with the sink."""
     for kind in KINDS if NIGHTLY or device != "cpu" else ("c4",):
         spec = replace(SPEC, num_groups=4)
         parallel = ranks_of(world, 2, via, **settings)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
-    """It makes calls for all ops and sizes of the rules, and names libraries that do not run."""
+    """The benchmark calls all ops at the rules' sizes, and names libraries that do not run."""
     for op in bench_choice.SIZES:
         call = bench_choice.calls(op, 3, 64, 64, torch.device("cpu"))[0]
         expected = call(impl="reference")

@@ -166,7 +166,7 @@ def test_scores_are_within_the_precision_of_the_matrix_unit(num_tokens, max_rows
 )
 @pytest.mark.parametrize("topk", [512, 1024])
 def test_selection_of_random_keys(num_tokens, max_rows, topk):
-    """The selection is that of ``indexer_logits``; exact scores agree up to the precision."""
+    """The selection follows ``indexer_logits``, whose scores are exact up to the precision."""
     batch = Batch(num_tokens=num_tokens, max_rows=max_rows, whole=False, seed=2)
     chosen, logits = batch.select(topk), batch.logits()
     keys = torch.where(logits > -torch.inf, sortable(logits), ABSENT_KEY)

@@ -69,7 +69,7 @@ def check(name: str, case: Case, actual, deviation: float = 1.5) -> None:
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (2, 128), (33, 128), (150, 64)])
 def test_flash_mla_decodes(tokens, heads, extra, sizes):
     """Lengths are ragged, slots are absent, unused rows are NaN, sinks are inf, some tokens have no
-    key, and widths are no multiples of its tiles."""
+    key, and widths are no multiples of FlashMLA's tiles."""
     pages = {"block": sizes[0], "extra_block": sizes[1]}
     case = decode_case(tokens + heads, tokens, heads, extra, **pages).on(DEVICE)
     check(DECODE, case, call(DECODE, case, impl="flash_mla"))

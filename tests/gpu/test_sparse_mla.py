@@ -107,7 +107,7 @@ def test_magnitudes_of_values(name: str, exponent: int) -> None:
 
 def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
     """All heads see the key, half of them with a weight of 0. One split rounds float32 sums once.
-    One split and two both round the weights to bf16, but relative to different maxima."""
+    With one split and with two, weights are rounded to bf16 relative to different maxima."""
     case = batches.decode_case(4, 6, 64, None, adversarial=False)
     layout = MainLayout(64)
     slot = int(case.tensors[2][1, 0])

@@ -76,7 +76,7 @@ class NoDevice:
 
 
 def taken_for_written(launch):
-    """Return the tensors that this version of torch believes to be written to."""
+    """Return the tensors that, as this version of torch believes, the kernel writes to."""
     names = launch.kernel.arg_names
     arguments = dict(zip(names, launch.args, strict=False))
     arguments |= {name: value for name, value in launch.kwargs.items() if name in names}

@@ -142,7 +142,7 @@ def test_reference_equals_the_oracle_in_named_cases(name):
 @pytest.mark.check
 @pytest.mark.parametrize("name", EXACT)
 def test_reference_equals_the_oracle(name):
-    """Also, no call writes to the results of an earlier call."""
+    """No call writes to the results of an earlier call, either."""
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @same_each_run

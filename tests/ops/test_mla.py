@@ -140,7 +140,7 @@ def test_decode_of_two_query_tokens():
 
 @pytest.mark.parametrize("value", [1e4, -1e4, 0.0])
 def test_logits_of_any_size_and_all_alike(value):
-    """The keys take several steps of the loop, or one key more."""
+    """The keys fill one step of the loop, exceed it by one key, or exceed two steps by one."""
     count = 2 * KEYS_AT_A_TIME + 1
     cache = torch.full((count, 1, 2), 1.0)
     table = torch.arange(count, dtype=torch.int32)[None]

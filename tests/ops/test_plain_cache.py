@@ -76,7 +76,7 @@ OUTS = {
 
 @pytest.mark.parametrize("view", OUTS.values(), ids=OUTS)
 def test_rows_are_gathered_into_any_view(view: Any) -> None:
-    """In the memory of the view only the rows change, to those of a dense result."""
+    """In the view's memory only the rows change; they equal those of a dense result."""
     seed = torch.Generator().manual_seed(13)
     cache = torch.randint(0, 255, (4, 1728), generator=seed, dtype=torch.uint8)
     lens = i32([3, 0, 4, 1]), i32([2, 0, 3, 1]), i32([[2, 0], [1, 1], [3, 1], [0, 1]])

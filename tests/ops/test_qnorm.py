@@ -125,7 +125,7 @@ def test_epsilon_is_a_constant_of_the_graph():
 
 
 def test_one_launch_covers_heads_and_keys():
-    """Programs of the launch have four keys each, then four heads of a token each."""
+    """The launch's first programs have four keys each, the others four heads of a token."""
     pytest.importorskip("triton", reason="published for Linux only")
     from dsv4_ops.kernels.rope import qnorm_rope_insert
     from tests.support.launches import Launches

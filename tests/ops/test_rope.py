@@ -38,7 +38,7 @@ def test_table_of_window_layers():
 
 def test_slowdowns_of_yarn():
     """64 ln(65536 / 64 pi) / 2 ln(160000) is 15.45, and 64 ln(65536 / 2 pi) / 2 ln(160000) is
-    24.71: pairs up to 15 keep their frequency, from 25 on have a sixteenth, with a ramp between."""
+    24.71: pairs up to 15 keep their frequency, those from 25 on get 1/16, with a ramp between."""
     slowdowns = ops.YarnScaling().slowdowns(64, 160000.0)
     assert slowdowns[:16] == [1.0] * 16
     assert slowdowns[25:] == [0.0625] * 7
@@ -107,7 +107,7 @@ def test_table_on_a_device():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rotation_is_float32_with_one_cast(dtype):
-    """The bits equal two rounded products, a rounded sum, and the cast, in Python numbers."""
+    """The bits are those of two rounded products, a rounded sum and a cast, in Python."""
     table, x = ops.rope_cos_sin_cache(70000, **YARN), normal(9, 96, seed=1, dtype=dtype)
     positions = i64([0, 1, 2, 127, 128, 65535, 69999, 70000, -1])
     actual = ops.apply_rope(x, positions, table).tolist()

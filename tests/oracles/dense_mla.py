@@ -108,7 +108,7 @@ def largest_of(dtype: str) -> Fraction:
 
 
 def tile_scale(values: Sequence[int], dtype: str, scale_format: str) -> Fraction:
-    """Return the scale of the amax; NaN does not count, and infinity is the largest number."""
+    """Return the scale of the amax; NaN is ignored, and infinity is the largest number."""
     numbers = [read(bits, dtype) for bits in values]
     finite = [abs(x) for x in numbers if isinstance(x, Fraction)]
     infinite = [largest_of(dtype) for x in numbers if x in ("inf", "-inf")]

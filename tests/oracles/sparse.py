@@ -108,7 +108,7 @@ def mixed_sparse_indices(
 def decode_compressed(
     entries: Ints, given: int | None, pages: Ints | None, block_size: int
 ) -> tuple[list[int], int]:
-    """Return the slots of a decode token, and how many are valid; no ``pages``: global ids."""
+    """Return a decode token's slots, and how many are valid; without ``pages``, ids are global."""
     slots = [max(entry, -1) for entry in entries]
     if pages is not None:
         slots = [slot(pages, entry, block_size) for entry in entries]

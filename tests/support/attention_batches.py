@@ -116,7 +116,7 @@ def decode_case(
     deviation: float = 1.5,
     **changed: object,
 ) -> Case:
-    """Make a call with ragged lengths; half of the caches is NaN. No ``extra``: a window only."""
+    """Make a call with ragged lengths; half of the caches is NaN. ``extra`` None: only a window."""
     made, stored = generator(seed + 1), generator(cache_seed)
     tensors: list[Tensor | None] = [normal(made, tokens, heads, 512)]
     for size, count, width in ((block, 2048, WINDOW), (extra_block, 8192, extra)):

@@ -164,7 +164,7 @@ def said_by_the_model(*counts, seed=8):
 
 @pytest.mark.parametrize("counts", [(9, 4), *nightly("two rows", ((9,),))])
 def test_a_text_that_holds_the_pad_id_goes_on_without_a_mask(counts):
-    """Tokens that the cache stores are not padding, wherever other padding is."""
+    """Tokens that the cache stores never count as padding, wherever padding is."""
     pad = said_by_the_model(*counts)
     turns = begun(counts, 8, pad=pad)
     turns.answer(attention_mask=None)

@@ -49,7 +49,7 @@ def model():
 
 
 def check(model, ids=PROMPT, **settings):
-    """Check that a call with kept graphs returns the tokens of a call without."""
+    """Check that a call with kept graphs returns the tokens of a call without them."""
     settings = SETTINGS | settings
     out = []
     for more in ({"compile_config": CONFIG}, {"disable_compile": True}):
@@ -109,7 +109,7 @@ def test_graphs_follow_the_weights(model, captures):
 
 
 def test_what_hugging_face_changes_while_it_decodes(model, captures, monkeypatch):
-    """On a GPU it changes the configured experts and back; the graph has the changed experts."""
+    """On a GPU it changes the experts, then changes them back; the graph has the changed ones."""
 
     @contextmanager
     def switched(self):
@@ -310,7 +310,7 @@ def test_a_capture_is_not_the_first_run_of_a_changed_model(model, all_captures):
 
 
 def test_prompts_that_no_kept_step_takes(model, all_captures):
-    """These prompts run, or raise, as without graphs."""
+    """Such prompts run, or raise, as they do without graphs."""
     positions = torch.arange(7).expand(2, 7)
     for _ in range(3):
         check(model, position_ids=positions)

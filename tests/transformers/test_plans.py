@@ -137,7 +137,7 @@ def test_steps_are_for_the_kinds_of_the_model(impl, kinds):
 
 @pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
 def test_patch_refuses_a_library_that_its_gpu_lacks(impl, monkeypatch):
-    """A model on a CPU may be moved to a GPU later; a model on a GPU stays."""
+    """A model on a CPU may be moved to a GPU later; a model on a GPU stays there."""
     monkeypatch.setattr(choice, "unusable", lambda library: "not installed (extra x)")
     held = v4.patch(small_model(dtype=torch.bfloat16), impl=impl).dsv4_ops_spec
     assert held.scheduled(torch.device("cpu")) == held

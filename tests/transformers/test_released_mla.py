@@ -47,7 +47,7 @@ def copied(released, tmp_path):
 
 
 def refused(path, message, monkeypatch, capsys, kind=ValueError):
-    """Check that ``load_quantized``, before Hugging Face opens a file, and the command refuse."""
+    """Check that the command and ``load_quantized`` refuse, before Hugging Face opens a file."""
     with monkeypatch.context() as patched:
         patched.setattr(transformers.PreTrainedModel, "from_pretrained", None)
         with pytest.raises(kind) as caught:
@@ -59,8 +59,8 @@ def refused(path, message, monkeypatch, capsys, kind=ValueError):
 
 
 def test_v3_has_the_tensors_that_its_headers_were_seen_with():
-    """Count and bytes are from DeepSeek-V3's headers. Layer 61 is a layer of experts, the embedding
-    and the head again, eh_proj and three norms."""
+    """Count and bytes are from DeepSeek-V3's headers. Layer 61 has a layer with experts, copies of
+    embedding and head, eh_proj and three norms."""
     config = transformers.DeepseekV3Config(num_hidden_layers=62).to_dict()
     found = dict(mla_tensors("test", {**config, "quantization_config": {}}))
     width, vocabulary = 7168, 129280

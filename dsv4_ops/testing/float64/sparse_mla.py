@@ -16,12 +16,12 @@ def exact_attention(
 ) -> tuple[Exact, Exact, Exact]:
     """Compute output, row_max and log-sum-exp in float64.
 
-    Error scale: a logit rounds in the dot product, in the product with ``softmax_scale``, and in
-    the subtraction of row_max; these errors become relative errors of P. A float32 output rounds
-    five more times (exp, product, sum, row_sum, quotient). The errors of the sum over keys
+    Error scale: a logit is rounded in the dot product, in the product with ``softmax_scale``, and
+    in the subtraction of row_max; these errors become relative errors of P. A float32 output is
+    rounded five more times (exp, product, sum, row_sum, quotient). The errors of the sum over keys
     accumulate like a random walk, with the square root of the number of keys. In bf16, the rounding
     of P and of the output dominates. A log-sum-exp has the errors of its logits and of its sum, and
-    rounds three more times: in the base-2 logarithm, in the addition of row_max, and in the
+    is rounded three more times: in the base-2 logarithm, in the addition of row_max, and in the
     conversion to base e.
     """
     query, value = q.to(torch.float64), keys.to(torch.float64)

@@ -113,7 +113,7 @@ def test_logits_of_any_magnitude():
 
 
 def test_queries_and_rows_of_any_strides():
-    """Loads take 16 bytes: tensors that are not aligned to them are copied first."""
+    """Loads read 16 bytes at once: tensors that are not aligned to 16 bytes are copied first."""
     case = gathered_case(2, 3, 9, 70)
     expected = kernel(GATHERED, case)
     q, kv, indices, lens, sink = case.tensors
@@ -131,7 +131,7 @@ def test_queries_and_rows_of_any_strides():
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Let prefills of any size copy their rows, by a gather that the kernels' should equal."""
+    """Let prefills of any size copy their rows, by a gather that the kernels should match."""
 
     def gather_rows(launch, call, sink, multiple, wanted):
         return bf16_workspace.gather_rows(call, sink, multiple)

@@ -114,7 +114,7 @@ def test_splits_that_are_joined_at_a_time(tokens, splits, step):
 
 
 def paged_launch(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
-    """Return the launches of a call with block tables of blocks of 2 rows."""
+    """Return the launches of a call with block tables; blocks have 2 rows."""
     args, settings = arguments(tokens, heads=heads)
     table = torch.empty(tokens, columns, dtype=torch.int32, device="meta")
     plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta") if planned else None
@@ -235,7 +235,7 @@ print(torch.ops.dsv4_ops._hopper_prefill_keys.default)
 
 
 def test_code_from_a_cache_finds_its_op():
-    """When the fakes have run, the op exists that compiled code of another process calls."""
+    """After the fakes have run, the op that code from another process calls exists."""
     run = forked.python("-c", CACHED, seconds=120)
     assert run.returncode == 0, run.stderr
     assert "_hopper_prefill_keys" in run.stdout

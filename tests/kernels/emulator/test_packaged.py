@@ -128,7 +128,7 @@ class WatchedKernel:
 
 
 def test_what_kernels_write_is_said(monkeypatch):
-    """Inductor may reorder writes that it does not know. No two arguments share memory."""
+    """Inductor may reorder writes that it does not know of. No two arguments share memory."""
     monkeypatch.setattr(splits, "MIN_SCHEDULED_TILES", 1)
     launch = Watched()
     calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]

@@ -108,7 +108,7 @@ def test_examples_launch_every_kernel():
 @pytest.mark.smoke
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_kernel_spills_registers(part, monkeypatch):
-    """Each release of Triton compiles them: `make lanes` and `make kernels` every variant, `make
+    """Each release of Triton compiles kernels: `make lanes` and `make kernels` every variant, `make
     smoke` one of each kernel, `make test` one for each kind of limit."""
     from dsv4_ops.cli import kernels
 
