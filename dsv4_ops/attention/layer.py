@@ -72,7 +72,7 @@ def attention_layer(
         save_first: Whether all compressor states are saved before any state is read; requires
             ``state_rings=False``. Pass True if requests may share blocks that one request fills in
             this step, as in a prefix cache: with False, compressed rows may then be wrong. Without
-            shared blocks, True gives the same bits and takes one launch more per compressor. A
+            shared blocks, True gives the same bits and takes one more launch per compressor. A
             decode step never needs True if shared prefixes end at multiples of both ratios and
             every request has fewer tokens than ``c4_ratio``: only the token that completes the
             first window after the prefix reads states of the prefix.

@@ -1,7 +1,7 @@
 """The selection of an indexer whose keys are spread over ranks.
 
-Every rank scores its own rows, and sends the scores and the numbers of its best rows. All ranks
-select the same rows among the rows sent, and each rank attends to the selected rows that it has.
+Every rank scores its own rows, and sends the scores and row numbers of its best rows. All ranks
+select the same rows among the rows sent, and each rank attends to the selected rows that it stores.
 """
 
 from __future__ import annotations

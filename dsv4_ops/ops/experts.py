@@ -130,7 +130,7 @@ def grouped_topk(
     scale: float = 1.0,
     normalize: bool = True,
 ) -> Routing:
-    """Choose the experts of every token within its best groups, and their weights.
+    """Choose every token's experts within its best groups, and their weights.
 
     Args:
         logits: Logits of the router, [num_tokens, num_experts], float32, any strides.
