@@ -414,9 +414,9 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
         group: Name of the process group, ``ProcessGroup.group_name``.
         via: "all_gather" calls ``torch.distributed``. "symmetric_memory" is one kernel that writes
             to the memory of the host's other GPUs, without NVLink multicast. It takes tensors of
-            any size; if a rank has more than 4 MiB, it sends them in several rounds. It shares the
-            workspace of ``cp_combine(via="symmetric_memory")``. On a CPU, "symmetric_memory" calls
-            the all-gather too. Both values of ``via`` give the same bytes.
+            any size, and sends those above 4 MiB in several rounds. It shares the workspace of
+            ``cp_combine(via="symmetric_memory")``. On a CPU, "symmetric_memory" calls the
+            all-gather too. Both values of ``via`` give the same bytes.
 
     Returns:
         [num_tokens, cp_world_size * num_heads, width]: contiguous with "symmetric_memory",

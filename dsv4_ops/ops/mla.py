@@ -726,7 +726,7 @@ def mla_decode(
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
-        num_splits: Number of splits of a token's rows; 0 chooses it by the batch or the plan. At
+        num_splits: Number of splits of a token's rows; 0 derives it from the batch or the plan. At
             least 0, and 0 with a plan.
         batch_invariant: Whether only the table's width decides the splits if num_splits is 0. A
             token's result then has the same bits regardless of the other tokens in the batch.
@@ -736,8 +736,8 @@ def mla_decode(
             CUDA and the reference elsewhere.
 
     Returns:
-        out: [num_tokens, num_heads, kv_lora_rank], the dtype of q, bfloat16 for e4m3; 0 for tokens
-            without a row, such as padding.
+        out: [num_tokens, num_heads, kv_lora_rank], the dtype of q, or bfloat16 if q is e4m3; 0 for
+            tokens without a row, such as padding.
         lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf if
             the token has no row.
 
@@ -847,7 +847,7 @@ def mla_sparse(
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain" or "mla_ds_fp8".
-        num_splits: Number of splits of a token's rows; 0 chooses it by the batch. At least 0.
+        num_splits: Number of splits of a token's rows; 0 derives it from the batch. At least 0.
         batch_invariant: Whether only topk decides the splits if num_splits is 0. A token's result
             then has the same bits regardless of the other tokens in the batch.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition).

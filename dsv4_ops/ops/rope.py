@@ -244,8 +244,8 @@ def inverse_rope_group_quantize(
           affect the scale; an infinity saturates, and affects the scale like the largest bfloat16.
         - scales. "row": float32 [num_groups, num_tokens, width / 128]. "column_padded": float32
           [num_groups, width / 128, padded_tokens]. "ue8m0_packed": int32 [num_groups, width / 512,
-          padded_tokens], each of which packs the four UE8M0 bytes of a head, the first byte lowest.
-          padded_tokens is a multiple of 4, and padding is 0. For the last two layouts,
+          padded_tokens], where each number packs the four UE8M0 bytes of a head, the first byte
+          lowest. padded_tokens is a multiple of 4, and padding is 0. For the last two layouts,
           ``scales.permute(2, 0, 1)[:num_tokens]`` is the view with a token stride of 1 that
           DeepGEMM takes.
 

@@ -452,7 +452,7 @@ def sparse_mla_decode(
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Number of splits of a token's keys; 0 chooses it by the batch or the plan. At
+        num_splits: Number of splits of a token's keys; 0 derives it from the batch or the plan. At
             least 0, and 0 with a plan. Our kernels store the partial results of several splits as
             float16 with one scale per 64 heads: values below 2^-14 of the amax of these heads lose
             bits.
@@ -591,7 +591,7 @@ def sparse_mla_decode_paged(
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``: 2 for C128. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Number of splits of a token's keys; 0 chooses it by the batch.
+        num_splits: Number of splits of a token's keys; 0 derives it from the batch.
         batch_invariant: As for ``sparse_mla_decode``.
         impl: As for ``sparse_mla_decode``.
 
@@ -756,12 +756,12 @@ def sparse_mla_prefill(
     The op needs no gathered copy of the rows, no index matrix and no chunks, unless a copy is
     faster or FlashMLA runs.
 
-    The window of a token is its own position and the ``window_size - 1`` before it. The compressed
-    rows of a token are those that ``topk_indices`` selects (C4), or, without ``topk_indices``, all
-    rows that the token may see (C128). The op takes any batch. Each program computes the attention
-    of one token and 64 heads. On Hopper, "auto" splits the keys over more programs if there are few
-    tokens. On other devices, use ``sparse_mla_decode`` for few tokens, because it always splits the
-    keys.
+    The window of a token is its own position and the ``window_size - 1`` positions before it. The
+    compressed rows of a token are those that ``topk_indices`` selects (C4), or, without
+    ``topk_indices``, all rows that the token may see (C128). The op takes any batch. Each program
+    computes the attention of one token and 64 heads. On Hopper, "auto" splits the keys over more
+    programs if there are few tokens. On other devices, use ``sparse_mla_decode`` for few tokens,
+    because it always splits the keys.
 
     Args:
         q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides. For the
