@@ -57,8 +57,8 @@ class Prefill(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Maximum numbers of entries in a token's list: for window rows, at most the rows of a
-        request; and for compressed rows."""
+        """Maximum number of window rows, and of compressed rows, in a token's list. The first is at
+        most the number of rows of a request."""
         swa = sym_min(self.window_size, self.swa.rows)
         return swa, self.extra_rows if self.topk_indices is None else self.topk_indices.shape[1]
 
@@ -109,7 +109,7 @@ def _gathered(source: Source, seq_lens: Tensor, gather_lens: Tensor | None) -> T
 
 
 def find_spans(call: Prefill) -> Spans:
-    """Find the spans from the positions of all tokens of a request."""
+    """Find the span of each request from the positions of its tokens."""
     num_reqs = call.swa.block_table.shape[0]
     real = valid_tokens(call.positions, call.req_indices, num_reqs)
     request = torch.arange(num_reqs, device=real.device)[:, None]
@@ -125,7 +125,7 @@ def find_spans(call: Prefill) -> Spans:
 
 def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tensor]:
     """For each token, list the workspace rows that it sees, with -1 for absent rows. Also return
-    the length of each list, up to the last row that exists."""
+    the length of each list, which ends at the last row that exists."""
     positions, num_reqs = call.positions[:, None], call.swa.block_table.shape[0]
     real = valid_tokens(call.positions, call.req_indices, num_reqs)[:, None]
     request = torch.where(real, call.req_indices[:, None], 0)

@@ -1,4 +1,4 @@
-"""All inserts of a C4 layer, and its queries: four calls in one op."""
+"""All inserts of a C4 layer and the preparation of its queries: four calls in one op."""
 
 from __future__ import annotations
 

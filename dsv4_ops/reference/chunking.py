@@ -1,12 +1,12 @@
 """Split prefill requests into chunks that fit the workspace, and find the key rows that each query
 row may see.
 
-The chunk plan is greedy but needs no loop. Adjacent requests form groups that fit. If a group fits,
-so does a shorter group with the same start. So a binary search finds the end of the group that
-starts at request i, for every i at once. Pointer doubling applies this map again and again,
-beginning with request 0, and so gives the starts of all groups. A group is one chunk, except for a
-request that is too large. Ranges of such a request's queries are chunks, and a prefix sum and a
-search find them.
+The chunk plan is greedy but needs no loop. A group is a range of requests that fits both limits, on
+rows and on logits. If a group fits, so does a shorter group with the same start. So a binary search
+finds the end of the longest group that starts at request i, for every i at once. The next group
+starts at this end. So pointer doubling, which begins with request 0, finds the starts of all
+groups. A group is one chunk, except for a request that has too many logits by itself: its queries
+are divided among several chunks, which a prefix sum and a search find.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Bounded table reads and a branch-free search. Whatever the values are, reads stay in bounds; a
-read outside of a table gives "absent"."""
+"""Bounded table reads and a branch-free search. Reads stay in bounds whatever the indices are; a
+read outside a table returns "absent"."""
 
 from __future__ import annotations
 
@@ -109,28 +109,28 @@ def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def valid_tokens(positions: Tensor, req_indices: Tensor, num_reqs: int) -> Tensor:
-    """Flag the tokens that belong to a request; other tokens are padding. Position 2**31 - 1 is
-    padding too."""
+    """Flag the tokens that belong to a request; other tokens, and tokens at position 2**31 - 1, are
+    padding."""
     in_request = (positions >= 0) & (positions < INT32_MAX)
     return in_request & (req_indices >= 0) & (req_indices < num_reqs)
 
 
 def quotient(values: Tensor, divisor: int) -> Tensor:
-    """Divide integers of at least 0 and round down. Other values have no meaning.
+    """Divide non-negative integers and round down. Quotients of negative values have no meaning.
 
-    ``//`` also rounds negative values down, for which compilers generate a dozen instructions and
-    take seconds longer in the metadata of a model's step."""
+    ``//`` also rounds negative quotients down. For that, compilers generate a dozen instructions,
+    and need seconds longer to compile the metadata of a model's step."""
     return values if divisor == 1 else torch.div(values, divisor, rounding_mode="trunc")
 
 
 def remainder(values: Tensor, divisor: int) -> Tensor:
-    """Return the remainder of ``quotient``. Values below 0 have no meaning."""
+    """Return the remainder of ``quotient``. Remainders of negative values have no meaning."""
     return values - quotient(values, divisor) * divisor
 
 
 def visible_rows(positions: Tensor, compress_ratio: int) -> Tensor:
-    """Count the compressed rows that a token may see. A row covers ``compress_ratio`` positions,
-    and tokens see it from its last position on."""
+    """Count the compressed rows that a token may see. A row covers ``compress_ratio`` positions;
+    tokens at or after the last of them see the row."""
     length = positions.clamp(min=ABSENT, max=INT32_MAX - 1).to(torch.int32) + 1
     return quotient(length, compress_ratio)
 

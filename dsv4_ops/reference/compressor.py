@@ -99,7 +99,7 @@ def _window(
         state_block_table, ends.req_indices[:, None], position, in_window & ~near, state_block_size
     )
     stored = (pages >= 0) & (pages < states.shape[0])
-    # the first half of an overlapping window is the previous window, which has the left columns
+    # the first half of an overlapping window is the previous window, in the left columns
     column = torch.where(row < compress_ratio, 0, width - head_dim)[:, None]
     column = column + torch.arange(head_dim, device=positions.device)
     token, pages = materialized(token)[..., None], materialized(pages)[..., None]
@@ -144,7 +144,7 @@ def compress_and_insert(
     block_size: int,
     layout: str,
 ) -> None:
-    # row sizes are configuration, so constants in compiled code
+    # row sizes come from the configuration, so they are constants in compiled code
     num_reqs, head_dim = state_block_table.shape[0], int(norm_weight.shape[0])
     ends = _ends(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
     sources = (kv_score, ape, states, state_block_table, positions, req_indices)

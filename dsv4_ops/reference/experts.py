@@ -14,7 +14,7 @@ ROWS = 16
 """Rows per GEMM in the eager reference."""
 
 LEAST_SUM = 1e-20
-"""This is added to the sum by which routing weights are divided."""
+"""A token's routing weights are divided by their sum plus this number."""
 
 _DOUBLED = -0x379BCDF0  # 0xC8643210: twice 0 .5 1 1.5 2 3 4 6, four bits each, as an int32
 
@@ -86,7 +86,7 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     keys = torch.where(present, ids, num_experts)
     ordered, order = torch.sort(keys, stable=True)
     experts = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
-    # not a search, whose steps a compiler unrolls: their number may not suffice for all rows
+    # not a search: a compiler would unroll a fixed number of steps, which may be too few
     start = (ordered[None] < experts[:, None]).sum(1, dtype=torch.int32)
     stop = (ordered[None] <= experts[:, None]).sum(1, dtype=torch.int32)
     blocks = (stop - start + block_size - 1) // block_size
@@ -173,7 +173,8 @@ def experts_by_row(
 
 
 def _products(rows: Tensor, weight: Tensor, scale: Tensor | None, expert: Tensor) -> Tensor:
-    """Multiply rows [num_tokens, topk or 1, k] by their experts: float32 [num_tokens, topk, n]."""
+    """Multiply rows [num_tokens, topk or 1, k] by the weights of their experts; return float32
+    [num_tokens, topk, n]."""
     values = _values(weight, scale, expert)
     return (rows.unsqueeze(2) * values).sum(-1)
 
@@ -208,8 +209,8 @@ def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def swiglu(hidden: Tensor, limit: float) -> Tensor:
-    """Compute bf16 activations from gate and up, which are side by side in float32. Clamp the gate
-    to at most ``limit``, and up to at most ``limit`` in absolute value."""
+    """Compute bf16 activations from the float32 columns of ``hidden``: first the gates, then the
+    ups. Clamp gates to at most ``limit``, and ups to the range from ``-limit`` to ``limit``."""
     gate, up = hidden.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(gate) * up).to(torch.bfloat16)

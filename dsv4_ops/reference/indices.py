@@ -94,9 +94,9 @@ def combine_topk_swa_indices(
     window = torch.where(valid, length.clamp(max=window_size), 0).to(torch.int32)
     gathered = masked_index(gather_lens, valid, [req_indices], 0).to(torch.int64)
     first = masked_index(seq_lens, valid, [req_indices], 0) - gathered
-    # A request's rows of the workspace start at base. If column c of the result is for a window
-    # row, it holds row base + c + shift. Bounds are computed per token in 64 bits, so that an entry
-    # takes few 32-bit operations.
+    # The workspace rows of a request start at row ``base``. If column c of the result is for a
+    # window row, the column holds row base + c + shift. Bounds are computed once per token in 64
+    # bits, so that each entry needs only a few 32-bit operations.
     base = torch.where(valid, req_indices, 0).to(torch.int64) * workspace_rows
     fitting = INT32_MAX + 1 - base
     shift = swa_offset + length - window - first - selected

@@ -185,6 +185,6 @@ def visible(start: Tensor, stop: Tensor, num_k: int) -> Tensor:
 def sees_any(flags: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     """Whether any of the rows [start, stop) that a token sees is flagged.
 
-    Flags are [num_k, num_heads], the result is [num_tokens, num_heads]."""
+    ``flags`` is [num_k, num_heads]; the result is [num_tokens, num_heads]."""
     counts = pad(flags.cumsum(0), (0, 0, 1, 0))
     return take(counts, stop) > take(counts, start)

@@ -50,7 +50,7 @@ def scatter_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: C
     Not every compiler can skip a write, so a token without a slot repeats the write of the first
     token that has a slot. If no token has a slot, all tokens rewrite row 0 with its current values.
     """
-    # in torch 2.11 a slice of values has a size that no trace may compare with 0
+    # in torch 2.11, a trace must not compare the size of a slice of ``values`` with 0
     num_tokens, num_blocks, block_size = slot_mapping.shape[0], cache.shape[0], columns.block_size
     if num_tokens == 0 or num_blocks == 0:
         return cache.clone(memory_format=torch.contiguous_format)
@@ -103,8 +103,8 @@ def insert_parts(
 
 
 def row_columns(layout: QuantizedLayout, byte: int, width: int) -> Columns:
-    """Locate ``width`` bytes of a row in its block. ``byte`` counts the row's data bytes, then its
-    scale bytes."""
+    """Locate ``width`` bytes of a row in its block. ``byte`` is the index of the first of them,
+    counted through the row's data bytes, then its scale bytes."""
     if byte < layout.data_bytes:
         return Columns(layout.block_size, byte, layout.data_bytes, width)
     scales = layout.block_size * layout.data_bytes + byte - layout.data_bytes
@@ -127,9 +127,9 @@ def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Columns) ->
 def locate(
     block_table: Tensor, req_indices: Tensor, positions: Tensor, mask: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the block of each of the int64 ``positions`` of requests, and the row in the block.
-    The block is -1 if the position is masked, negative or past the table, or if the table's entry
-    is negative."""
+    """Return the block of each int64 position of a request, and the row in that block. The block is
+    -1 if the position is masked, negative or past the table, or if the table's entry is
+    negative."""
     mask = mask & (positions >= 0)
     pages = table_entries(block_table, req_indices, positions // block_size, mask)
     return pages, torch.where(mask, positions % block_size, 0)

@@ -19,9 +19,9 @@ _LARGEST_FINITE = 0x7F7F
 _NAN_CODE = 0x7F
 _EXPONENT = 23
 _UP_TO_SEVEN_QUARTERS = 0x1F
-"""Added to the bf16 pattern of an amax, this number carries into the exponent if the significand is
-above 1.75. Because 448 is 1.75 * 2^8, the exponent of the sum, minus 8, is the exponent of amax /
-448, rounded up to a power of two."""
+"""The sum of this number and the bf16 pattern of an amax carries into the exponent if the
+significand is above 1.75. 448 is 1.75 * 2^8. So the exponent of the sum, minus 8, is that of amax /
+448 rounded up to a power of two."""
 
 
 def bf16_bits(values: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ def to_bytes(words: Tensor, size: int) -> Tensor:
 
 def from_bytes(stored: Tensor, size: int) -> Tensor:
     """Assemble int32 words from little-endian bytes: [..., n * size] to [..., n]."""
-    # a selected byte would be a view of fewer dimensions, for which Inductor asks on a CPU whether
-    # there is a single token; a slice is not
+    # take slices instead of single bytes: for a view of fewer dimensions, Inductor on a CPU would
+    # guard on whether there is a single token
     values = stored.to(torch.int32)
     words = values[..., ::size]
     for byte in range(1, size):

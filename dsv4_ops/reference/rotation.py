@@ -29,12 +29,12 @@ def rotate_values(
     rope_first: bool = False,
     interleaved: bool = True,
 ) -> Tensor:
-    """Rotate, or rotate back, the last rope_dim float32 ``values`` [num_tokens, ..., dim]; with
-    ``rope_first``, the first rope_dim values.
+    """Rotate the last rope_dim of the float32 ``values`` [num_tokens, ..., dim], or with
+    ``rope_first`` the first rope_dim; with ``inverse``, rotate them back.
 
-    Rows whose position is not in the table stay unchanged. The code has no strided halves and no
-    concatenation, so that the rotation compiles to one loop. The sign of a product with the sine is
-    applied to the sine, which changes no bit of the product.
+    Rows whose position is not in the table stay unchanged. The code neither slices with a stride
+    nor concatenates, so that the rotation compiles to one loop. The sign of a product with the sine
+    is applied to the sine, which changes no bit of the product.
     """
     dim, half = values.shape[-1], cos_sin_cache.shape[1] // 2
     first = 0 if rope_first else dim - 2 * half

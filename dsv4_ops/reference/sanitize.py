@@ -17,12 +17,13 @@ from dsv4_ops.reference.common import int32_slots
 from dsv4_ops.reference.pages import locate
 
 _LARGEST_SINK = 1e30
-"""This replaces a sink of inf, because FlashMLA's lse of a token without keys is inf, and inf - inf
-is NaN."""
+"""Maximum sink. FlashMLA subtracts the sink from the lse, which is inf for a token without keys,
+and inf - inf is NaN."""
 
 
 class Listed(NamedTuple):
-    """The rows of a cache that tokens attend to, as slots or as block tables of their requests.
+    """The rows of a cache that tokens attend to: slots, or the block tables of the tokens'
+    requests.
 
     Args:
         indices: Slots [num_tokens, width], or blocks [num_reqs, max_blocks].
@@ -56,8 +57,8 @@ class Prepared(NamedTuple):
 def list_slots(
     window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
 ) -> Prepared:
-    """Pad both lists to a ``multiple`` of columns, clamp each length to its list's width, and
-    replace a sink of inf."""
+    """Pad both lists to a ``multiple`` of columns, clamp each length to its list's width, and limit
+    sinks as ``finite_sink`` does."""
     finite = finite_sink(sink)
     slots, lens = _listed(window, multiple)
     if extra is None:
@@ -66,7 +67,7 @@ def list_slots(
 
 
 def finite_sink(sink: Tensor | None) -> Tensor | None:
-    """Return the sink with inf replaced, so that it is finite or -inf."""
+    """Return the sinks, limited to ``_LARGEST_SINK``, so that none is inf."""
     return None if sink is None else sink.clamp(max=_LARGEST_SINK).contiguous()
 
 
@@ -92,8 +93,8 @@ def no_key(lse: Tensor) -> Tensor:
 def list_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the blocks of each token, with 0 for absent blocks, and the token's number of valid
-    rows."""
+    """Return the blocks of each token's request, with 0 for absent blocks, and the token's length,
+    clamped to ``most`` rows."""
     real = (req_indices >= 0) & (req_indices < block_table.shape[0])
     pages = block_table[torch.where(real, req_indices, 0)]
     pages = torch.where((pages >= 0) & (pages < num_blocks) & real[:, None], pages, 0)

@@ -45,8 +45,8 @@ def splits(
     length.
 
     Returns:
-        Three int32 tensors: the tokens in that order, the number of splits of each token, and the
-        exclusive prefix sums of extra splits, with the total at the end."""
+        Three int32 tensors, each in that order of tokens: the tokens, their numbers of splits, and
+        the exclusive prefix sums of their numbers of extra splits, with the total at the end."""
     tiles = _tiles(swa_lens)
     if extra_lens is not None:
         tiles = tiles + _tiles(extra_lens)
@@ -66,11 +66,11 @@ def _split_size(tiles: Tensor, programs: int) -> Tensor:
     """Choose the split size, in key tiles, with the least expected time.
 
     Candidates are 15 sizes from the mean load of a program up to 12 times this load, and the length
-    of the longest token. A candidate must not need more extra splits than there are free programs,
-    or than a fixed share of all programs if this share is larger. The expected time is the time to
-    combine plus the larger of two times: the time of one split, and a program's share of all splits
-    with their start-up costs. Ties go to the smallest size. No token is split if the longest token
-    exceeds the mean load by less than the cost of a combine plus one tile."""
+    of the longest token. The extra splits of a candidate must not outnumber the free programs, or a
+    fixed share of all programs, whichever is more. The expected time is the time to combine plus
+    the larger of two times: the time of one split, and a program's share of all splits with their
+    start-up costs. Ties go to the smallest size. No token is split if the longest token exceeds the
+    mean load by less than the cost of a combine plus one tile."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)
     longest = pad(tiles, (0, 1)).amax().clamp(min=1)
@@ -122,11 +122,9 @@ def flash_mla_metadata(
     extra_width: int,
     num_sm_parts: int,
 ) -> Tensor:
-    """Number the work of all tokens consecutively. A token takes one place per block, then places
-    for its overhead.
-
-    So a place determines a token and a block. The place at which a part starts determines the place
-    at which the part ends, and the next part starts there."""
+    """Number places of work consecutively through all tokens. A token has one place per block, then
+    PART_OVERHEAD places. So a place determines a token and a block. The place at which a part
+    starts determines the place at which the part ends, and the next part starts there."""
     num_tokens = swa_lens.shape[0]
     blocks = _blocks(swa_lens, swa_width).clamp(min=1)
     most = _blocks_of(swa_width)
@@ -152,7 +150,7 @@ def flash_mla_metadata(
     whole = first.index_select(0, (stop + 1).clamp(max=num_tokens)) - first.index_select(0, stop)
     whole = (whole - PART_OVERHEAD).clamp(min=0)
     end_block = torch.where(block[1:] > 0, block[1:], whole)
-    # for each part, this part and earlier parts that begin inside the same token
+    # for each part, flag the part itself and the earlier parts that begin inside the same token
     inside = (begin > first.index_select(0, begin_token)[:, None]) & (begin <= begin[:, None])
     splits = torch.where(begin_block > 0, inside.sum(1), 0)
     cut_before, cut_behind = begin_block > 0, end_block != whole
@@ -185,7 +183,7 @@ def _blocks_of(width: int) -> int:
 
 
 def _iterate(after: Tensor, count: int) -> Tensor:
-    """Compute 0, after[0], after[after[0]] and so on, ``count`` values, by pointer doubling."""
+    """Compute 0, after[0], after[after[0]] and so on, ``count`` + 1 values, by pointer doubling."""
     index = torch.arange(count + 1, device=after.device)
     place = torch.zeros_like(index)
     for bit in range(count.bit_length()):
