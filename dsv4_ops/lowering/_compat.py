@@ -1,5 +1,5 @@
-"""Undocumented names of Inductor and of the code that Inductor lowers. Only this file imports such
-names.
+"""Undocumented names of Inductor, and of parts of torch that Inductor uses. Only this file imports
+such names.
 
 Each name was seen in torch 2.11, 2.13 and 2.15; ``tests/kernels/test_compat.py`` looks for each
 name in the installed release. Names of other private parts of torch are in

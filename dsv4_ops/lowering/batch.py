@@ -1,5 +1,5 @@
-"""Lowerings of the ops on batches. The search of ``token_map`` is Inductor IR; all else traces the
-references."""
+"""Lowerings of the ops on batches. The search of ``token_map`` is Inductor IR; everything else is
+traced from the references."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4_ops.reference.common import visible_rows
 
 
 def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple[Any, Any]:
-    """Search the request of every token without branches, in unrolled steps that fuse with
+    """Search for the request of every token without branches, in unrolled steps that fuse with
     consumers.
 
     The function makes three buffers with the same iteration space. Inductor fuses them into one
@@ -45,8 +45,8 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
                 boundary = start_of(ops.sub(ops.minimum(candidate, limit), int32(1)))
                 take = ops.logical_and(ops.le(candidate, limit), ops.le(boundary, token))
                 count = ops.where(take, ops.add(count, int32(stride)), count)
-        # count boundaries lie at or before the token: if count is 0, the token lies before the
-        # first request; if count is limit, the token lies after the last request
+        # ``count`` is the number of boundaries at or before the token: 0 if the token lies before
+        # the first request, ``limit`` if it lies after the last
         inside = ops.logical_and(ops.gt(count, int32(0)), ops.lt(count, limit))
         return ops.where(inside, ops.sub(count, int32(1)), int32(ABSENT))
 

@@ -1,5 +1,5 @@
-"""Put launches of Gluon kernels into AOTInductor packages, as the kernel's binary and C++ that
-launches it. Inductor itself compiles and packages only Triton kernels."""
+"""Put launches of Gluon kernels into AOTInductor packages, as the kernel's binary and C++ code that
+launches the binary. Inductor itself compiles and packages only Triton kernels."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _aligned(tensor: Any) -> bool:
 
 
 def _described(number: Any) -> Argument | int:
-    """Describe an argument. Symbols are sizes and strides, which Inductor assumes to be below
+    """Describe a number. A symbol is a size or a stride, which Inductor assumes to be below
     2**31."""
     if not getattr(number, "free_symbols", ()):
         return 1 if int(number) == 1 else Argument.number(int(number))

@@ -35,7 +35,7 @@ def fix_scheduler() -> None:
 
 
 class _NamedInput:
-    """A loop's input, which C++ code names by a variable."""
+    """A loop's input to which C++ code refers by the name of a variable."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -23,7 +23,8 @@ def opaque_calls(code: str) -> list[str]:
 
 
 def hopper_calls(code: str) -> Counter[str]:
-    """Count the calls of generated code that launch a Gluon kernel, by ``OpSpec.hopper_call``."""
+    """Count the calls in generated code that launch a Gluon kernel, keyed by
+    ``OpSpec.hopper_call``."""
     return Counter(_HOPPER_CALL.findall(code))
 
 

@@ -97,8 +97,8 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Choices:
-    """Trace the implementation that ``choice`` selects: our kernel or a call of the op (see
-    ``run_time_launches``), a call of a library's op, or ``function``."""
+    """Trace the implementation that ``choice`` selects: our kernel, a library's op, or
+    ``function``. Instead of our kernel, the graph may keep the op (see ``run_time_launches``)."""
 
     function: Callable[..., Any]
     kind = "choices"

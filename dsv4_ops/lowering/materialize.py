@@ -1,7 +1,8 @@
 """Make a buffer where a traced reference calls ``reference.common.materialized``.
 
-Inductor inlines the values of a row into the code of every element of the row, in every kernel that
-reads them. This code is slow on a CPU, and takes minutes to compile in the graph of a whole model.
+Without a buffer, Inductor would inline the computation of a row's values into the code of every
+element of the row, in every kernel that reads them. That code would be slow on a CPU, and take
+minutes to compile in the graph of a whole model.
 """
 
 from __future__ import annotations

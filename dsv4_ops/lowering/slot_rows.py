@@ -1,9 +1,9 @@
 """Inductor IR for [num_tokens, width] matrices of cache slots, for ``swa_indices_and_lens`` and
 ``dense_compressed_indices``.
 
-Such a matrix is most of a step's metadata, so its kernel does only one masked table read per entry.
-Values that depend only on the token are realized as [num_tokens] buffers, which Inductor fuses into
-the kernel of ``token_map``.
+Most of a step's metadata is such matrices, so their kernels do only one masked table read per
+entry. Values that depend only on the token are realized as [num_tokens] buffers, which Inductor
+fuses into the kernel of ``token_map``.
 """
 
 from __future__ import annotations

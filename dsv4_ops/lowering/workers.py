@@ -77,7 +77,7 @@ class _Sender:
     A graph waits for its kernels, which Inductor sends to the same pool. So a quarter of the
     workers take none of our jobs.
 
-    The thread is a daemon, so that a process ends without the jobs that are not sent yet.
+    The thread is a daemon, so that a process can end before all jobs are sent.
     """
 
     def __init__(self, workers: int) -> None:
