@@ -1,4 +1,4 @@
-"""How kernels are launched: eagerly, traced into a graph, or packed into a package."""
+"""How kernels are launched: eagerly, traced into a graph, or put into a package."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Launcher:
         return self.wrap(name_alike(kernel))
 
     def capability(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the compute capability; None on AMD, whose numbers would mislead."""
+        """Return the compute capability; None on an AMD GPU, for which torch reports numbers with
+        another meaning."""
         if device.type != "cuda":
             return self._capability
         return capability_of(device)

@@ -64,7 +64,7 @@ class _Request:
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def ask(*args: Any, **options: Any) -> None:
             if isinstance(self.kernel, JITFunction) and _Jobs.of(self.kernel) is not None:
-                # in the order of a launch, because Triton's key is a text of the options
+                # keep the order of a launch, because Triton's key contains the options as text
                 named = options_of(self.kernel, args) | options
                 named = {name: _typed(value) for name, value in named.items()}
                 self.kernel.warmup(*map(_typed, args), grid=grid, **named)
@@ -73,8 +73,8 @@ class _Request:
 
 
 REQUESTED = Launcher(_Request, aligns_inputs=True)
-"""Request kernels instead of launching them. Tensors count as aligned, because torch allocates
-aligned memory."""
+"""Request kernels instead of launching them. Tensors are assumed to be aligned, because torch
+allocates aligned memory."""
 
 
 def _typed(value: Any) -> Any:
@@ -181,7 +181,7 @@ class _Pickler(pickle.Pickler):
     """Pickles a kernel or device function as its name and its key in Triton's cache.
 
     The worker must use this process's key. Up to Triton 3.8, a kernel's key depends on which other
-    functions have keys already, and in a worker these are other functions.
+    functions already have keys, and a worker may have keys of different functions.
     """
 
     def persistent_id(self, value: Any) -> Any:

@@ -106,7 +106,7 @@ def _list_and_index(lists: dict[str, list[Any]], name: str, value: Any) -> tuple
     """Add an argument to a list, unless a list holds it already; return the list and the index.
 
     For a parameter that would be None, a launcher may pass a tensor that the kernel also writes.
-    The kernel does not read such a parameter, so one entry is enough.
+    The kernel does not read such a parameter, so the tensor needs only one entry.
     """
     if not isinstance(value, Tensor):
         lists["numbers"].append(value)

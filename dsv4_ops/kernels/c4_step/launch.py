@@ -25,8 +25,8 @@ WARPS = 4
 """Warps per program: enough for the main compressor's channels."""
 
 HEADS = 16
-"""A program that normalises queries takes this many heads of one token. The compressors need so
-many registers that few programs fit on an SM, so each program must load many values at once."""
+"""Heads of one token per program that normalises queries. The compressors need so many registers
+that few programs fit on an SM, so each program must load many values at once."""
 
 
 class _Compressor(NamedTuple):

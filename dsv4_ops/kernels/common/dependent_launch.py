@@ -3,7 +3,7 @@
 With the option ``launch_pdl``, a GPU starts the programs of a kernel once all programs of the
 previous kernel have called ``gdc_launch_dependents`` or ended. So each program must first wait for
 the previous kernel. If the option is set, Triton compiles the wait into the binary, and Triton and
-Inductor launch the binary early: no launch has the option without the wait. Other launches of the
+Inductor launch the binary early, so no kernel starts early without the wait. Other launches of the
 binary, such as those of a package's C++ code, start after the previous kernel has ended, and the
 wait does nothing.
 

@@ -29,10 +29,10 @@ sums."""
 
 _FP4_FIELD = tl.constexpr(118)
 """The exponent field of a factor is the scale byte plus this. A bf16 with an e2m1 code in its
-lowest exponent bits is the value of the code times 2^-126."""
+lowest exponent bits has the value of the code times 2^-126."""
 
 _FP8_FACTOR = tl.constexpr((247 << 7) * 0x10001)
-"""2^120 as two bf16 in an int32. A bf16 with an e4m3 code in its lowest exponent bits is the value
+"""2^120 as two bf16 in an int32. A bf16 with an e4m3 code in its lowest exponent bits has the value
 of the code times 2^-120."""
 
 _FP4_BITS = tl.constexpr(0x81C081C0 - 2**32)
@@ -81,8 +81,8 @@ def bf16_activations(x: Tensor, activations: str) -> Tensor:
 def reordered(x: Tensor, fp4: bool) -> Tensor:
     """Return rows [.., k] in the order in which kernels multiply them, dense and padded to a step.
 
-    FP4: value 32 t + 8 i + 4 j + 2 h + p of 128 is at 64 h + 16 i + 8 p + 2 t + j. FP8: value 16 t
-    + 4 i + 2 j + p of 64 is at 16 i + 8 p + 2 t + j.
+    FP4: of each 128 values, value 32 t + 8 i + 4 j + 2 h + p is at 64 h + 16 i + 8 p + 2 t + j.
+    FP8: of each 64 values, value 16 t + 4 i + 2 j + p is at 16 i + 8 p + 2 t + j.
     """
     width, lead = int(x.shape[-1]), x.dim() - 1
     padding = round_up(width, step_size(fp4)) - width
@@ -122,15 +122,15 @@ def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _fp4_pair(words, MASK: tl.constexpr, CODE: tl.constexpr, SIGN: tl.constexpr):
-    """Shift two codes that are 16 bits apart to the bits that they have in two bf16. One
-    multiplication shifts both the code and its sign, and saves two of four integer operations.
-    Integer operations bound the loop."""
+    """Shift two codes, 16 bits apart in a word, to their bits in two bf16. One multiplication
+    shifts both the codes and their signs. It saves two of the four integer operations, by which the
+    loop is bound."""
     return (words & MASK) * (2**CODE + 2**SIGN) & _FP4_BITS
 
 
 @triton.jit
 def _fp8_pair(words, LEFT: tl.constexpr, SIGN: tl.constexpr):
-    """Shift two FP8 codes that are 16 bits apart to the bits that they have in two bf16."""
+    """Shift two FP8 codes, 16 bits apart in a word, to their bits in two bf16."""
     shifted = words << LEFT if LEFT >= 0 else words >> -LEFT
     return (shifted & _FP8_CODES) | ((words << SIGN) & _SIGNS)
 
@@ -228,8 +228,8 @@ def multiply_fp4(
     weight, scale, x, steps,
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the product over ``steps``, a first and a stop step, as float32 [ROWS, TOKENS] with
-    rows in the order of ``tile_rows``.
+    """Return the product over ``steps``, a pair (first, stop), as float32 [ROWS, TOKENS] with rows
+    in the order of ``tile_rows``.
 
     All loads run STAGES - 1 steps ahead, into shared memory. ptxas would delay a load into
     registers until a product frees these registers, whatever the order of the program.
@@ -263,8 +263,8 @@ def multiply_fp8(
     """Return the product with an FP8 weight as ``multiply_fp4`` does.
 
     Args:
-        weight, x: As in ``multiply_fp4``. x may also hold e4m3 codes, as bytes if Triton does not
-            convert them on this GPU.
+        weight, x: As in ``multiply_fp4``. x may also hold e4m3 codes. They are bytes if Triton does
+            not convert them on this GPU.
         scale: Addresses [ROWS] of scales, their stride, and the mask of the rows.
         x_scale: Addresses [TOKENS] of scales, or None, and their stride.
         ORDERED: Whether x is ``reordered``.

@@ -43,7 +43,7 @@ _NAN, _NAN_EXCEPT_0 = tl.constexpr(0x7F7F7F7F), tl.constexpr(0x7F7F7F00)
 
 def ordered_codes(x: Tensor) -> Tensor:
     """Return codes [num_rows, k] as uint8 in the order in which kernels multiply them, padded to a
-    step: code 32 t + 8 c + 4 h + j of 128 is at 32 c + 16 h + 4 t + j."""
+    step: of each 128 codes, code 32 t + 8 c + 4 h + j is at 32 c + 16 h + 4 t + j."""
     padding = round_up(int(x.shape[1]), step_size(True)) - int(x.shape[1])
     codes = x.view(torch.uint8).contiguous()
     if padding:
@@ -203,8 +203,8 @@ def multiply_fp4_codes(
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the product over ``steps``, a first and a stop step, as float32 [ROWS, COLUMNS] with
-    rows in the order of ``tile_rows``.
+    """Return the product over ``steps``, a pair (first, stop), as float32 [ROWS, COLUMNS] with rows
+    in the order of ``tile_rows``.
 
     The scales of a row must be near the scales of its first step. A scale out of reach makes the
     row's sums NaN, as NaN in the activations does. If a sum is NaN,

@@ -25,9 +25,9 @@ def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
     """Return uint8 codes and int32 scale bytes of bf16 values that were converted to float32. The
     values along the last dimension share a scale.
 
-    A scale is at least MIN_SCALE; the default is the minimum scale of the caches. Instructions
-    bound the calling kernels as much as memory does, so NaN and infinity are left to ``encode``,
-    which saturates and returns 0x7F for NaN.
+    A scale is at least MIN_SCALE; the default is the minimum scale of the caches. The calling
+    kernels are bound by instructions as much as by memory, so NaN and infinity are left to
+    ``encode``, which saturates and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
     if EMULATE:  # max(x, NaN) is x on the GPU, but NaN in the interpreter
@@ -128,7 +128,7 @@ def _encode(values):
 @triton.jit
 def _decode(codes):
     """Compute ``decode`` with integers. A float32 that has a code in its lowest exponent bits and
-    highest significand bits is the value of the code times 2^-120, also for subnormal codes."""
+    highest significand bits has the value of the code times 2^-120, also for subnormal codes."""
     bits = codes.to(tl.int32)
     size = bits & 0x7F
     scaled = ((size << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -138,8 +138,8 @@ def _decode(codes):
 @triton.jit
 def decode_scaled(codes, factor):
     """Return the bf16 products of uint8 codes and bf16 powers of two. The function computes two
-    products at a time, with a third of the instructions of ``decode``, because instructions bound
-    attention."""
+    products at a time, with a third of the instructions of ``decode``, because attention is bound
+    by instructions."""
     if EMULATE:
         return (_decode(codes) * widen(factor)).to(tl.bfloat16)
     # per pair: move the codes to the upper bytes; fill the halves of NaN codes with ones; insert

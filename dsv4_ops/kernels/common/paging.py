@@ -1,7 +1,7 @@
 """Addresses in paged caches: the page and the row of a slot or of a position.
 
-Torch counts a tensor as written if a function returns values that it loaded from the tensor, and
-these values decide the address of a store. A function that stores at slots therefore loads the
+Torch treats a tensor as written if a function returns values that it loaded from the tensor, and
+the address of a store depends on these values. A function that stores at slots therefore loads the
 slots itself, or takes slots that a kernel has loaded, and passes them to ``locate_slots``.
 """
 

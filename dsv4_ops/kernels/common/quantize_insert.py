@@ -69,8 +69,8 @@ def quantize_and_insert_kernel(
     source = k + token.to(tl.int64) * row_stride
     page_start = k_cache + page * page_stride
     if CODE_DIM < HEAD_DIM:
-        # copy the RoPE values apart from the codes, in the layout of the load; load the RoPE
-        # values first, because a load after the stores would wait for the stores
+        # copy the RoPE values separately from the codes, in the layout of the load; load them
+        # first, because a load after the stores would wait for the stores
         lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
         words = source.to(tl.pointer_type(tl.int16), bitcast=True)
         rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride

@@ -1,4 +1,4 @@
-"""Arguments that differ from call to call, for which Triton must not compile a kernel again.
+"""Arguments that differ from call to call: Triton must not compile a kernel again for their values.
 
 Triton compiles a kernel again if an integer argument is 1, or a multiple of 16. The new kernel
 loads faster if the argument is a stride, or the bound of a mask along contiguous values. If the
@@ -47,4 +47,5 @@ SIZES_BUT_TOKENS = (
 
 SIZES = (*SIZES_BUT_TOKENS, "num_tokens")
 """Names for kernels that gain nothing if the number of tokens is a multiple of 16. Other kernels
-then load and store more values at once, because a mask of 16 tokens is all true or all false."""
+gain: they load and store more values at once, because a mask of 16 tokens is all true or all
+false."""

@@ -31,11 +31,11 @@ def find_threshold(key, low, count_low, topk, max_selected):
 
     If possible, ``topk`` to ``max_selected`` sort keys are above the threshold. Otherwise fewer
     than ``topk`` are above the threshold, and sort keys equal to the threshold make up the rest.
-    The caller knows a sort key ``low`` such that ``count_low`` sort keys are at least ``low``, and
-    ``count_low`` exceeds ``max_selected``. Each step has two candidates for a new bound. For each
-    candidate, the step counts the sort keys that are at least as large, with one reduction for both
-    candidates. The first candidates are a few octaves below the maximum, where most scores are,
-    because bisecting all floats takes longer.
+    The caller passes a sort key ``low`` and the number ``count_low`` of sort keys that are at least
+    ``low``; this number exceeds ``max_selected``. Each step has two candidates for a new bound. For
+    each candidate, the step counts the sort keys that are at least as large, with one reduction for
+    both candidates. If the range is wide, the first candidates are four octaves and one octave
+    below the maximum, where most scores are, because bisecting all floats would take longer.
     """
     high = tl.max(key, axis=0) + 1
     count_high = 0

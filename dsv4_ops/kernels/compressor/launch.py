@@ -23,16 +23,16 @@ VALUES = 4
 """Maximum consecutive channels per thread: 16 bytes."""
 
 DEPTH, LONG_DEPTH = 8, 16
-"""Maximum number of rows that a thread reads at a time, of a short window and of a long window. C4
+"""Maximum number of rows of a short window, and of a long window, that a thread reads at a time. C4
 windows have 8 rows."""
 
 CHANNELS = 64
 """Channels of a long window per program."""
 
 SHORT_WARPS, LONG_WARPS, INSERT_WARPS = 1, 2, 4
-"""Warps per program that compresses short windows, pools long windows, or inserts pooled rows: few,
-because each warp repeats the work per row. If a short window has many channels, a program has as
-many warps as the channels fill."""
+"""Warps of a program that compresses short windows, pools long windows, or inserts pooled rows.
+They are few, because each warp repeats the work per row. If a short window has many channels, a
+program has as many warps as the channels fill."""
 
 MAX_WARPS = 16
 
@@ -53,8 +53,8 @@ SHORT_TOKENS_SAVING, CHANNELS_SAVING, LONG_WARPS_SAVING = 8, 32, 1
 """Values of ``SHORT_TOKENS``, ``CHANNELS`` and ``LONG_WARPS`` in launches that also save states."""
 
 MIXED_WARPS = 4
-"""If programs have at least this many warps, the programs that scan for completed windows do not
-all run at once, and programs that save states are interleaved with them. With fewer warps, the
+"""If programs have at least this many warps, the programs that scan for completed windows cannot
+all run at once, so programs that save states are interleaved with them. With fewer warps, the
 programs that save states come last."""
 
 SAVED_EARLY = 7
@@ -69,9 +69,9 @@ SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
 ``scanning_programs`` says why."""
 
 FEW_TOKENS = 2176
-"""For every 128 tokens that a batch has fewer than this, 2 more programs scan for long windows. In
-a decode, every token may complete a window; in a prefill, only one token in ``compress_ratio``
-does."""
+"""If a batch has fewer tokens than this, 2 more programs scan for long windows per 128 missing
+tokens. In a decode, every token may complete a window; in a prefill, only one token in
+``compress_ratio`` does."""
 
 
 _NAMES = tuple(signature(reference.save_and_compress).parameters)

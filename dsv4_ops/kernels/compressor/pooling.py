@@ -62,8 +62,8 @@ def _read_batch_rows(
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Read rows as ``_read_rows`` does, for a window that is wholly in this batch. This function
-    needs half of the instructions of ``_read_rows``. Instructions bound a prefill as much as memory
-    does."""
+    needs half of the instructions of ``_read_rows``. A prefill is bound by instructions as much as
+    by memory."""
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]
     NUM_ROWS: tl.constexpr = WINDOW[3]
@@ -74,8 +74,8 @@ def _read_batch_rows(
     first = kv_score + (token - (NUM_ROWS - 1)).to(tl.int64) * kv_stride
     offset = (row.to(tl.int64) * kv_stride)[:, :, None]
     row, dim = row[:, :, None], first_channel + tl.arange(0, DIM)[None, None, :]
-    # rows of the previous window have their values in the first columns; a product, because Triton
-    # 3.9 takes the result of ``tl.where`` for unaligned
+    # rows of the previous window have their values in the first columns; use a product, because
+    # Triton 3.9 treats the result of ``tl.where`` as unaligned
     column = (row >= RATIO).to(tl.int32) * (WIDTH - HEAD_DIM) + dim
     start = tl.max_contiguous(first + (offset + column), [1, NEXT, VALUES])
     bias = tl.max_contiguous(ape + row % RATIO * WIDTH + column, [1, NEXT, VALUES])
@@ -89,7 +89,7 @@ def _read_rows(
 ):  # fmt: skip
     """Return DIM channels, from ``first_channel`` on, of kv and biased score, [DEPTH, GROUPS, DIM],
     for rows of the window that ``token`` completes. ``row`` [DEPTH, GROUPS] holds the indices of
-    the rows in the window. A row that does not exist has kv 0 and score -inf."""
+    the rows in the window. A row that does not exist has a kv of 0 and a score of -inf."""
     STATE_BLOCK: tl.constexpr = WINDOW[0]
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]

@@ -27,7 +27,7 @@ def assign_role(
     program, part, programs, num_tokens, num_saved,
     SAVE: tl.constexpr, SCAN_PARTS: tl.constexpr, SPACING: tl.constexpr,
 ):  # fmt: skip
-    """Decide what program number ``program`` of ``programs`` does: save a tile of states, or scan
+    """Decide whether program number ``program`` of ``programs`` saves a tile of states, or scans
     tokens for completed windows.
 
     Return four values: the tile to save, or -1; the first token to scan, or ``num_tokens`` for
@@ -67,7 +67,8 @@ def save_tile(
 
     Args:
         first_token: First token of the tile; the tile ends before ``num_tokens``.
-        part: Index of the tile among the tiles of the same tokens, which save other columns.
+        part: Index of the tile among the tiles of the same tokens. Each of them saves other
+            columns.
         scores: ``kv_score``, its row stride and its column stride.
         ape: Bias of the second half of a state.
         states: The cache, its block stride and its number of blocks.

@@ -1,4 +1,4 @@
-"""Merge attention results between ranks, each of which has some of the keys, in one kernel.
+"""Merge, in one kernel, attention results of ranks that have different keys.
 
 The ranks map each other's memory. In the end, each rank has the results of some heads. A row is a
 token and a head, and a tile is some rows of each rank's heads. A program writes its partial results

@@ -18,10 +18,10 @@ tile t + 2 only after it has received this rank's flag of tile t + 1, and this r
 that flag after its last read of tile t. So kernels and layers of all shapes may share a workspace.
 
 Why waiting ranks do not block each other: programs send before they wait, and GPUs start programs
-in the order of their numbers. Consider the lowest unfinished program of any rank and its lowest
-unfinished tile. On every other rank, the program of that number runs, or will run because all lower
-programs have ended. That program sends without waiting. Besides, GPUs with NVLink run all programs
-at once, two per SM.
+in the order of their numbers. Of the unfinished programs of all ranks, consider the one with the
+lowest number, and its first unfinished tile. On every other rank, the program with that number
+runs, or will run because all programs before it have ended. That program sends without waiting.
+Besides, GPUs with NVLink run all programs at once, two per SM.
 
 Why the failure of a rank stops the other ranks: they trap after the group's timeout. If they
 returned NaN instead, the model would sample tokens from NaN. After a trap, the next call of the
@@ -117,8 +117,8 @@ def _flag_addresses(base, program, distance, WORLD: tl.constexpr):
 
 @triton.jit
 def _is_pending(flags, count, mask):
-    """Return whether a flag is below ``count``. The sign of a difference decides, because counts
-    wrap around."""
+    """Return whether a flag is below ``count``. Compare by the sign of the difference, because
+    counts wrap around."""
     value = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
     return tl.min(tl.where(mask, value - count, 0), 0) < 0
 

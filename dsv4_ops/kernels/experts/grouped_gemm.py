@@ -58,16 +58,15 @@ memory; with bf16 weights, blocks of 64 rows need 145 KB."""
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
 """Pipeline stages of a program that reads a weight once for two blocks of an expert, keyed by
 weight bits and rows per block. With so few stages, two blocks need no more shared memory than one
-block. FP8 weights are the exception, but there two blocks need only 17 KB in all. With even
-routing, few experts have two blocks."""
+block, except with FP8 weights, for which two blocks need only 17 KB in all. With even routing, few
+experts have two blocks."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """Columns of K per step with bf16 weights, keyed by the rows of a block."""
 
 FLAGS, PART_ROWS = 128, 16
-"""Number of flags that a program of a ``_by_blocks_kernel`` checks, and number of rows that such a
-program multiplies at a time. The ``_by_blocks_kernel``s are separate, so that the main kernels need
-fewer registers."""
+"""Number of flags that a program of a ``_by_blocks_kernel`` checks, and number of rows that it
+multiplies at a time. These kernels are separate, so that the main kernels need fewer registers."""
 
 _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 """Bits of a weight, keyed by dtype. Weights of other dtypes are FP4."""
@@ -347,7 +346,7 @@ def _down(
         weight, scale, rows, row_scales, expert.to(tl.int64), n_start,
         SIZE, WIDTH, BITS, False, TOKENS, CODES, BY_BLOCKS, TILE,
     )  # fmt: skip
-    # load the rows again, because the first result would occupy registers during the product
+    # load the row indices again, because the first result would occupy registers during the product
     row = tl.load(sorted_rows + slot, cache_modifier=".cg")
     column = n_start + tl.arange(0, ROWS)[:, None]
     dst = out + row.to(tl.int64)[None, :] * SIZE + column

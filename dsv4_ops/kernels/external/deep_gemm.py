@@ -2,8 +2,9 @@
 selects rows by these logits.
 
 DeepGEMM checks no values, so we replace absent pages by page 0 before the call, and the logits of
-such pages by -inf after the call. A call without a ``schedule`` computes one. DeepGEMM compiles its
-kernels when they first run, and its functions are no torch ops, so no package can call them.
+such pages by -inf after the call. If a call passes no ``schedule``, we compute one. DeepGEMM
+compiles its kernels when they first run, and its functions are no torch ops, so no package can call
+them.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def _logits(
 
 @functools.cache
 def settings_of(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return settings that leave logits past a token's length undefined. DeepGEMM 2.8 always does;
-    functions of earlier releases have a setting for it, and no signature."""
+    """Return settings that leave logits past a token's length undefined. DeepGEMM 2.8 always leaves
+    them undefined. In earlier releases, the functions have a setting for this, but no signature
+    that Python can inspect."""
     with contextlib.suppress(ValueError):
         if "clean_logits" not in inspect.signature(function).parameters:
             return {}

@@ -1,8 +1,8 @@
 """FlashMLA for sparse and dense MLA: convert our arguments to FlashMLA's, and its results to ours.
 
-FlashMLA checks no values, so we first set absent slots to -1, which FlashMLA skips. FlashMLA plans
-in every call, unless the call passes a plan. FlashMLA's planner reads the lengths, so its plan is
-right for one set of lengths only, as is a plan that ``flash_mla_metadata`` made. A plan that
+FlashMLA checks no values, so we first set absent slots to -1, which FlashMLA skips. FlashMLA makes
+a plan in every call that passes none. FlashMLA's planner reads the lengths, so its plan is right
+for one set of lengths only. So is a plan that ``flash_mla_metadata`` made. A plan that
 ``flash_mla_plan`` made depends on sizes alone, so it is right for any lengths: with such a plan,
 FlashMLA gets no lengths, and we set the entries past the lengths to -1.
 """
@@ -121,7 +121,8 @@ def _prefill_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def num_sm_parts(device: torch.device, heads: int) -> int:
-    """Return the number of parts that FlashMLA divides its work into: one per SM and 64 heads."""
+    """Return the number of parts into which FlashMLA divides its work: 64 times the number of SMs,
+    divided by the number of heads."""
     if device.type != "cuda":
         return 1
     return max(torch.cuda.get_device_properties(device).multi_processor_count * 64 // heads, 1)
@@ -218,7 +219,7 @@ def mla_decode(
     block_size: int,
     **settings: Any,
 ) -> MlaAttention:
-    """Pass each token to FlashMLA as a request of its own. FlashMLA plans in the call."""
+    """Pass each token to FlashMLA as a request of its own. FlashMLA makes its plan in the call."""
     if q.shape[0] == 0:
         out = q.new_empty((*q.shape[:2], WIDTH))
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
@@ -251,8 +252,8 @@ def mla_sparse(
     layout: str,
     **settings: Any,
 ) -> MlaAttention:
-    """Attend to FP8 rows with FlashMLA's sparse decode, which plans in the call, and to plain rows
-    with FlashMLA's sparse prefill."""
+    """Attend to FP8 rows with FlashMLA's sparse decode, which makes its plan in the call, and to
+    plain rows with FlashMLA's sparse prefill."""
     if q.shape[0] == 0:
         out = q.new_empty((*q.shape[:2], WIDTH))
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))

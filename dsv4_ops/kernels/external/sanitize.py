@@ -209,7 +209,7 @@ def fill_absent_kernel(
     logits, logits_stride, num_columns,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store -inf as the logit of a row if the row is past the length that the library got, or in an
+    """Store -inf as the logit of each row that is past the length passed to the library, or in an
     absent block. The kernel reads no logit."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)

@@ -28,7 +28,7 @@ def fp8_linear(
     out_dtype: torch.dtype,
     **_: Any,
 ) -> Tensor:
-    """Make one call of torch. A compiler fuses the quantisation, which precedes the call."""
+    """Call torch's op once. A compiler fuses the quantisation, which precedes the call."""
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
     codes, scales = quantized(x) if x_scale is None else (x, x_scale)
@@ -45,7 +45,7 @@ def fp8_grouped_linear(
     out_dtype: torch.dtype,
     **_: Any,
 ) -> Tensor:
-    """Make one call per group, because torch's grouped matmul has no block scales."""
+    """Call torch's op once per group, because torch's grouped matmul has no block scales."""
     num_groups, num_tokens = (x.shape[1], x.shape[0]) if x_scale is None else x.shape[:2]
     if num_tokens == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)

@@ -33,8 +33,8 @@ STEP = 128
 """Number of keys that are scored at a time: a multiple of 64, as the matrix unit needs."""
 
 ROWS = 512
-"""Logits of a token per program of the paged kernel. There are half as many if programs are few and
-keys are converted to bf16, because a tile then holds half as many keys."""
+"""Logits of a token per program of the paged kernel. If keys are converted to bf16, a tile holds
+half as many keys; a program of a small call then computes half as many logits."""
 
 _FEW = 4 * PROGRAMS * ROWS
 

@@ -25,8 +25,8 @@ def quantize_queries(
         angles: See ``kernels.common``.
         out: Codes and scaled weights, both dense.
         SOFTMAX_SCALE: Factor of the weights.
-        ROPE: Number of rotated values of a head; whether the first values are rotated, not the
-            last; and whether a pair is two adjacent values, not a value of each half.
+        ROPE: Number of rotated values of a head; whether these are its first values instead of its
+            last; and whether a pair is two adjacent values instead of one value of each half.
         DIM: Values per head.
         HEADS: Heads per tile.
         CONVERTS: See ``common/fp8.py``.

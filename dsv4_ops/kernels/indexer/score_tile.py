@@ -64,7 +64,7 @@ def load_codes(start, byte_stride, mask, DIM: tl.constexpr, CONVERTS: tl.constex
 
 @triton.jit
 def score_codes(codes, scale, query, weight, CONVERTS: tl.constexpr):
-    """Return float32 scores of a tile of keys. The sum of each row has the same order, so the score
+    """Return float32 scores of a tile of keys. Every row is summed in the same order, so the score
     of a key does not depend on its row in the tile."""
     if CONVERTS:
         products = tl.dot(codes, query)
@@ -84,12 +84,12 @@ def score_codes(codes, scale, query, weight, CONVERTS: tl.constexpr):
 def load_tile_pages(
     table_row, start, stop, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Load the pages of at least ROWS rows from ``start`` on, a multiple of STEP. Load one page per
-    tile of STEP rows, or one per block if a tile has two blocks; -1 from ``stop`` on.
+    """Load the pages of at least ROWS rows from ``start`` on, which is a multiple of STEP. Load one
+    page per tile of STEP rows, or one per block if a tile has two blocks; -1 from ``stop`` on.
     ``table_row``: the request's row of the block table and its stride.
 
     The pages are loaded before the loop over the tiles, because in the loop the loads of keys would
-    wait for them."""
+    wait for the loads of pages."""
     if BLOCK_SIZE % STEP == 0 or STEP == 2 * BLOCK_SIZE:
         SPAN: tl.constexpr = min(BLOCK_SIZE, STEP)
         row = start + tl.arange(0, max(ROWS // SPAN, 32)) * SPAN
@@ -146,8 +146,8 @@ def score_tile(
         page1 = _mask_page(_extract(pages, 2 * tile + 1), num_blocks)
         page = tl.where(lane < BLOCK_SIZE, page0, page1)
         kv_valid = page >= 0
-        # not a choice between products: Triton 3.9 would load single bytes, as it takes the result
-        # of ``tl.where`` for unaligned
+        # choose the page before the product: Triton 3.9 treats the result of ``tl.where`` as
+        # unaligned, so it would load single bytes if the chosen value were an offset
         base = page.to(tl.int64) * page_stride
         row = lane % BLOCK_SIZE
     else:

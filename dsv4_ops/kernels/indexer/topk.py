@@ -30,18 +30,17 @@ MERGE_CAPACITY = 4096
 """Maximum keys of one merge, unless twice topk is more."""
 
 GROUPS = 8
-"""Maximum groups of lists of a row. A row has groups if its lists have too many keys for one
-merge."""
+"""Maximum number of groups of a row. Lists are grouped if one merge cannot hold their keys."""
 
 WIDE, WIDE_GROUP = 1024, 8192
 """Lists of at least WIDE keys are merged in groups of WIDE_GROUP keys, because one merge holds few
-such lists. Rows of up to 32768 keys then need no more passes than with narrow lists."""
+such lists. So rows of up to 32768 keys need no more passes than with narrow lists."""
 
 MIN_PART = 256
 """Minimum keys of a part."""
 
 SHORT_PART = 200
-"""Use one merge for a row if its parts then have up to this many keys per token of the call.
+"""Use one merge for a row if its parts then have at most SHORT_PART * num_tokens keys.
 
 Times on an H100 with top 512 and one token per request: 32 requests of 32k keys take 29.4 us, and
 48.5 us with several merges; 14 requests of 128k keys take 53.4 us, and 57.1 us with several merges.
@@ -49,18 +48,21 @@ Times on an H100 with top 512 and one token per request: 32 requests of 32k keys
 merge."""
 
 STORED_TOPK, STORED_BYTES = 2048, 2**29
-"""From this topk on, keys are stored for all scores, if the workspace takes at most so many bytes.
-On Hopper only: elsewhere the bits of a score may depend on the number of warps of a program."""
+"""If topk is at least STORED_TOPK, the keys of all scores are stored, unless the workspace would
+exceed STORED_BYTES. Of NVIDIA's GPUs, this applies to Hopper only: on others, the bits of a score
+may depend on the number of warps of a program."""
 
 SAMPLE, DEVIATIONS = 8192, 5
-"""Maximum keys of the sample of a row. By DEVIATIONS standard deviations, the keys to keep are
-expected to be more than topk: fewer are kept of one row in millions."""
+"""Maximum number of keys in the sample of a row; and number of standard deviations by which the
+expected number of kept keys exceeds topk. So fewer than topk are kept of one row in millions."""
 
 KEEP_PARTS, KEEP_PROGRAMS, KEEP_STEP, KEEP_WARPS = 32, 264, 2048, 8
-"""Maximum parts of a row, programs, and keys per step of a part that keeps keys."""
+"""Of the kernel that keeps keys: maximum number of parts of a row, target number of programs, keys
+per step, and warps."""
 
 KEPT_CAPACITY, KEPT_WARPS = 8192, 16
-"""Maximum keys, kept or of a whole row, from which a program selects, unless twice topk is more."""
+"""Maximum keys (kept, or all of a row) that a program selects from, unless 2 * topk is more; and
+warps."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
 """Keys per step and minimum keys of a part, if the kernel reads logits."""
@@ -231,7 +233,7 @@ def _select_stored(
     scored: dict[str, Any],
     slots: bool,
 ) -> None:
-    """Select by stored keys. If ``stores`` is 0, the workspace has two elements per tensor."""
+    """Select by stored keys. If ``stores`` is 0, each tensor of the workspace has two elements."""
     (num_tokens, topk), rows = out.shape, indexer.ROWS
     *tokens, _, _, _, num_reqs, _ = where
 

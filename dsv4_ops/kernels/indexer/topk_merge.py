@@ -22,13 +22,14 @@ def partition(
     MAX_LISTS: tl.constexpr, SHORT_PART: tl.constexpr,
 ):  # fmt: skip
     """Divide a row of ``count`` keys into parts. Return the number of parts, keys per part, the
-    width of a list, and whether a list has all keys of its part. Up to ``topk`` keys are one part.
+    width of a list, and whether a list has all keys of its part. A row of up to ``topk`` keys is
+    one part.
 
     Lists are as wide as one merge of MERGE_CAPACITY keys allows, so that only the merge has to be
     exact. If the lists of a row have more keys than MERGE_CAPACITY, they are first merged in GROUPS
     groups, GROUP_CAPACITY keys at a time.
     """
-    # if parts stay short, make only as many as one merge takes, because two merges cost more
+    # if parts stay short, make only as many as fit one merge, because two merges cost more
     if SHORT_PART > 0:
         merged_part = (count + MAX_LISTS - 1) // MAX_LISTS
         is_short = merged_part <= SHORT_PART * num_tokens
@@ -38,8 +39,8 @@ def partition(
     complete = part_keys <= topk
     group_keys = tl.minimum(part_keys, topk) * GROUPS
     group = (count + group_keys - 1) // group_keys * part_keys
-    # round up to a power of two if complete lists then fit: all lists of the row into one merge, or
-    # the lists of a group into GROUP_CAPACITY
+    # round the keys per part up to a power of two if complete lists then fit: all lists of the row
+    # into one merge, or the lists of a group into GROUP_CAPACITY
     if (count <= MERGE_CAPACITY) | (
         complete & (count <= GROUPS * GROUP_CAPACITY) & (group > GROUP_CAPACITY)
     ):

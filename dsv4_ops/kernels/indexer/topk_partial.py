@@ -5,9 +5,9 @@ A program has a scratch row of CAPACITY keys and indices. The program appends ke
 keys too, so that the loop over loads need not count keys; the index of a key follows from the key's
 slot. When the scratch row is full, the program reduces the row to at most MAX_WIDTH keys.
 
-The number of keys of a row decides where keys are stored. torch counts a tensor as written if its
-pointer reaches a store through the result of a function. So the kernels themselves load lengths and
-positions, and device functions do not.
+The number of keys of a row decides where keys are stored. torch treats a tensor as written if the
+result of a function that gets its pointer reaches a store. So the kernels themselves load lengths
+and positions, and device functions do not.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """A wide selection in three kernels: one stores the keys of all scores, one keeps the keys that may
-be selected, and one selects from these.
+be selected, and one selects from the kept keys. A key is the sortable integer of a score.
 
-A program that scores keys and selects many of them needs registers for both, so that an SM runs one
-such program, and scores at half the speed of ``indexer_logits``.
+A program that both computes scores and selects many of them would need so many registers that an SM
+would run only one such program, and scoring would be half as fast as in ``indexer_logits``.
 
 The first kernel also stores a sample of every row. A lower bound of the kept keys follows from the
 sample: so low that a row hardly ever keeps fewer than ``topk`` keys, and so high that the last
@@ -10,8 +10,6 @@ kernel can hold the kept keys in registers. If a row keeps too few or too many k
 because most of its keys are equal, the last kernel reads all of its keys. So the result depends on
 the keys alone, never on the sample. The last kernel also reads all keys of a short row, which it
 can hold in registers.
-
-All three kernels call the sortable integer of a score a key.
 """
 
 import triton
@@ -43,8 +41,8 @@ def score_keys_kernel(
     SCALE_BYTES: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, CONVERTS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Score up to ROWS keys of a token that sees more than ``topk``. Store the keys, and store the
-    sample of the row once more by itself."""
+    """Score up to ROWS rows of a token that sees more than ``topk`` rows. Store their keys in
+    ``scores``, and store the keys of the sample also in ``samples``."""
     wait_for_previous_kernel()
     programs = (num_rows + ROWS - 1) // ROWS
     token = (tl.program_id(0) // programs).to(tl.int64)
@@ -76,7 +74,7 @@ def score_keys_kernel(
             key = tl.where(kv_valid, sortable(score), ABSENT_KEY)
             tl.store(target + row, key, mask=row < stop)
             place = row >> shift
-            # vary the row among each 2^shift rows, because contents may repeat
+            # vary which of every 2^shift rows is sampled, because contents may repeat
             varied = ((place * 40503) >> 7) & ((1 << shift) - 1)
             in_sample = (row == (place << shift) + varied) & (place < (stop >> shift))
             tl.store(sample + place, key, mask=in_sample)
@@ -84,8 +82,8 @@ def score_keys_kernel(
 
 @triton.jit
 def _sample_shift(count, SAMPLE: tl.constexpr):
-    """Return for how small a power of two a row of ``count`` keys has at most SAMPLE samples, if
-    each 2^shift keys have one."""
+    """Return the smallest shift for which a row of ``count`` keys has at most SAMPLE samples, one
+    of every 2^shift keys."""
     shift = 0
     while (count >> shift) > SAMPLE:
         shift += 1
@@ -97,7 +95,8 @@ def _find_cut(key, shift, topk, DEVIATIONS: tl.constexpr):
     """Return a lower bound of the keys to keep of a row, from a sample of one in 2^shift keys.
 
     If ``rank`` samples are kept, the number of kept keys has a standard deviation of up to
-    ``sqrt(rank)`` samples. ``topk`` is below the expected number by DEVIATIONS times this."""
+    ``sqrt(rank)`` samples, in units of 2^shift keys. The expected number exceeds ``topk`` by
+    DEVIATIONS times this deviation."""
     each = (1 << shift).to(tl.float32)
     wanted = topk / each
     spread = DEVIATIONS * DEVIATIONS * (1 - 1 / each)
@@ -121,9 +120,9 @@ def keep_keys_kernel(
     RATIO: tl.constexpr, SAMPLE: tl.constexpr, DEVIATIONS: tl.constexpr, STEP: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the keys to keep of one of the ``max_parts`` parts of a row, up to ``capacity`` of them,
-    and their rows. Store how many there are, and their lower bound. Rows of up to CAPACITY keys
-    need no list."""
+    """List up to ``capacity`` keys to keep of a part of a row, and their rows; a row has
+    ``max_parts`` parts. Store the number of keys to keep, and their lower bound. Rows of up to
+    CAPACITY keys need no list."""
     wait_for_previous_kernel()
     token = (tl.program_id(0) // max_parts).to(tl.int64)
     part = tl.program_id(0) % max_parts
@@ -208,7 +207,7 @@ def select_kept_kernel(
     if is_scored == 0:
         slot = scratch_slots(count, WIDTH)
         column = (slot // BLOCK_SIZE).to(tl.int64)
-        # not ``load_pages``: torch would count the block table as written
+        # not ``load_pages``: torch would treat the block table as written
         page = tl.load(table + column * column_stride, mask=slot < count, other=-1)
         key = tl.where((page >= 0) & (page < num_blocks), 0, ABSENT_KEY)
         ALL_SIZES: tl.constexpr = (WIDTH, WIDTH, BLOCK_SIZE, SLOTS)

@@ -56,7 +56,7 @@ maximum number of splits."""
 
 PARTS, MAX_ROWS_IN_PARTS = 4, 1024
 """If a call has up to MAX_ROWS_IN_PARTS rows (a token and a head each), PARTS programs combine each
-row; each combines some of the row's values."""
+row; each program combines some of the row's values."""
 
 
 class Call(NamedTuple):
@@ -146,9 +146,9 @@ def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def group_of(call: Call, batch_invariant: bool) -> int:
     """Return the size of a group: the number of tokens of a request that share a program.
 
-    The heads of a group's tokens should fill the rows of a program. But the size is at most the
-    mean number of tokens per request, because every token has a program, and only the program of a
-    group's first token works."""
+    The heads of a group's tokens should fill the rows of a program. But if the sizes are known, a
+    group has at most the mean number of tokens per request: every token has a program, and the
+    programs of all tokens but the group's first do nothing."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     if call.query_start_loc is None or call.plan is not None or batch_invariant:
         return 1
@@ -207,8 +207,8 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
 
 
 def _row_arguments(call: Call) -> tuple[Any, ...]:
-    """Return arguments that both kernels take: those for rows, tables and scales, and those for the
-    plan."""
+    """Return two tuples of arguments that both kernels take: for rows, tables and scales, and for
+    the plan."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (

@@ -19,8 +19,9 @@ TOKENS, SPAN_WARPS = 1024, 8
 """Number of tokens whose requests a program compares with its own request at a time, and warps."""
 
 COLUMNS, WARPS = 1024, 4
-"""Number of list entries of a token that are written at a time, and warps. 1024 entries are enough
-for lists of 128 + 512 keys, and there must be at least as many as heads."""
+"""Number of list entries of a token that are written at a time, and warps. 1024 entries hold a list
+of 128 + 512 keys. COLUMNS must be at least the number of heads, because a program copies the sinks
+of all heads at once."""
 
 
 @triton.jit(do_not_specialize=SIZES)

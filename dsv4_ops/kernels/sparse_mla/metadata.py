@@ -1,5 +1,5 @@
-"""The kernel that computes FlashMLA's tile scheduler metadata. The kernel is one warp, because a
-part begins where the previous part ends."""
+"""The kernel that computes FlashMLA's tile scheduler metadata. The kernel runs as one warp, because
+a part begins where the previous part ends."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def flash_mla_metadata_kernel(
     Imagine the tokens in a line, each as long as an overhead plus its blocks. A part takes its
     share of the line plus one overhead. If the part's end then lies in the overhead at the start of
     a token, the part ends at that start; otherwise the part ends one overhead earlier, inside the
-    token. The end of the line counts as a token. Starts of tokens are relative to the current tile
-    of tokens, so that int32 holds them.
+    token. The end of the line is treated as the start of one more token. Starts of tokens are
+    relative to the current tile of tokens, so that int32 holds them.
     """
     wait_for_previous_kernel()
     lane, column = tl.arange(0, TOKENS), tl.arange(0, _COLUMNS)

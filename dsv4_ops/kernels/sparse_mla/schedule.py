@@ -1,5 +1,5 @@
-"""The kernel that plans the splits of sparse MLA. The kernel is one program, because every split
-depends on all lengths."""
+"""The kernel that plans the splits of sparse MLA. The kernel runs as one program, because every
+split depends on all lengths."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def sparse_mla_plan_kernel(
     """Write the rows of a plan in the order of the reference. Only tokens of the first class have
     several splits, and their extra splits follow the order of tokens. Each pass loads the lengths
     here, not in a function. The lengths decide where rows are stored. So if a function loaded them,
-    torch would count the tensors of lengths as written."""
+    torch would treat the tensors of lengths as written."""
     wait_for_previous_kernel()
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)

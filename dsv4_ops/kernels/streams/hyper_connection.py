@@ -31,7 +31,7 @@ many warps on every GPU. Otherwise a thread would spill 0.5 to 4.5 KB of registe
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum number of programs for a large batch, and minimum and maximum column steps per program. A
 program adds its steps to one partial sum. A program takes one step if the minimum number of steps
-would leave too few programs."""
+would leave too few programs, or if several steps need too much shared memory."""
 
 STAGES = 2
 """Column steps that are in shared memory at a time if a program takes several steps: Triton's
@@ -60,8 +60,8 @@ def stream_products_kernel(
     """Mix the streams, and multiply some columns of each stream by ``fn``, COLUMNS at a time. The
     column after the products holds the sum of squares.
 
-    COUNT is the number of streams, WEIGHTS the rows of ``fn``, and SUMS is WEIGHTS + 1, rounded up
-    to a power of two."""
+    COUNT is the number of streams, WEIGHTS is the number of rows of ``fn``, and SUMS is one more
+    than WEIGHTS, rounded up to a power of two, at least 16."""
     wait_for_previous_kernel()
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     weight = tl.arange(0, SUMS)
@@ -286,7 +286,7 @@ def hyper_connection(
     width_block = triton.next_power_of_2(width)
     end_warps = 16 if width_block > 4096 else END_WARPS
     # for a large batch, a second launch of few warps computes post and mix, so that the programs
-    # that collapse have the SMs for themselves
+    # that collapse have the SMs to themselves
     two_launches = ((True, False, end_warps), (False, True, max(sums // 32, 1)))
     for collapses, mixes, warps in two_launches if steps > 1 else ((True, True, end_warps),):
         launch(stream_ends_kernel)[num_tokens, collapses + mixes](

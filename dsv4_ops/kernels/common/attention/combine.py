@@ -185,16 +185,18 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Number of values that inverse RoPE rotates, at the end of each row."""
 
 SMALL_STEP, STEP, MAX_STEP = 4, 8, 16
-"""Splits that are loaded together. With a combine list or a plan: SMALL_STEP if the token has at
-most SMALL_STEP splits, else STEP. If all tokens have the same, known number of splits: up to
-MAX_STEP."""
+"""Splits that are loaded together. With a combine list or a plan: SMALL_STEP for a token with at
+most SMALL_STEP splits, else STEP. Without them: enough for all splits of a token, up to MAX_STEP
+times ``parts``, or STEP if the number of splits is symbolic."""
 
 PROGRAMS, ROWS = 2048, 32
-"""With a plan: target for the number of programs of all heads, and maximum rows per program. Each
-head has at most as many programs as there are tokens, unless the rows need more programs."""
+"""With a plan: target for the number of programs (of all heads), and maximum rows of the plan per
+program. Each head has at most as many programs as there are tokens, unless the rows need more
+programs."""
 
 LIST_PROGRAMS = 1024
-"""With a combine list: maximum number of programs of all heads. Programs without work cost time."""
+"""With a combine list: maximum number of programs (of all heads). Programs without work cost
+time."""
 
 WARPS = 2
 """Warps of a program: each thread reads 8 values of a split. All batches have the same number of

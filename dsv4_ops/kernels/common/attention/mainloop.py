@@ -201,8 +201,8 @@ def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr)
     If a product feeds another product, Triton assigns all warps to rows. With 64 rows, half of the
     warps would then repeat the work of the other half. Triton does not look past the end of a
     branch, so the four products with keys are inside a branch. ``unfused`` keeps Triton from
-    turning the sum of the four products into a chain of products. ``block`` is never negative, but
-    Triton does not know that; otherwise it would remove the branches.
+    turning the sum of the four products into a chain of products. ``block`` is never negative.
+    Triton does not know that; if it did, it would remove the branches.
 
     MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product, including
     those with P, is then in a branch of its own, so that Triton assigns warps to both dimensions.

@@ -27,7 +27,7 @@ MIN_LANES = 32
 program by up to 0.7 us, so ``num_lanes`` depends on the number of tokens."""
 
 MIN_UNITS = 4
-"""Lengths decide the splits only if a token can have at least this many units of keys."""
+"""Tokens are split by their lengths only if a token can have at least this many units of keys."""
 
 FIXED_SPLIT = 4
 """Units of keys per split of a batch-invariant call."""
@@ -95,8 +95,8 @@ def num_splits_of(
 
 
 def schedule_of(q: Tensor, units: int, tiles: int) -> TileSchedule | None:
-    """Return the in-kernel schedule of a batch with block tables; None for a very small or large
-    batch, whose tokens have equally many splits.
+    """Return the in-kernel schedule of a batch with block tables; None for a very small or very
+    large batch, in which all tokens have the same number of splits.
 
     With symbolic sizes, ``by_lengths`` is a symbol.
     """
@@ -120,7 +120,7 @@ def schedule_of(q: Tensor, units: int, tiles: int) -> TileSchedule | None:
 def schedule_arguments_of(
     work: Work, stand_in: Tensor, num_tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments and constants that tell Hopper's decode kernels the schedule."""
+    """Return the arguments and constants that describe the schedule to Hopper's decode kernels."""
     schedule = work.schedule
     if schedule is None:
         return (stand_in, 0, 0), {"SCHEDULED": False, "LANES": MIN_LANES}

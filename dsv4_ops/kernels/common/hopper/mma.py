@@ -35,7 +35,7 @@ _Q_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 @aggregate
 class Barriers:
-    """Barriers between the partitions. ``kv_ready`` and ``kv_free`` have one per buffer."""
+    """Barriers between the partitions. ``kv_ready`` and ``kv_free`` have one barrier per buffer."""
 
     kv_ready: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor

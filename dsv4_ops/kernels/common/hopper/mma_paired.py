@@ -2,10 +2,10 @@
 Each partition computes the logits and the softmax of one block of a pair, and accumulates half of
 the output over both blocks.
 
-P tiles need no barrier of their own: a P tile is free when the KV half that P multiplies is free. A
-program may process several items; an item is a token and a tile of heads. The numbers of pairs and
-of items (``iteration``) start at 0 once per program, not once per item, because barriers keep their
-phases from item to item.
+P tiles need no barrier of their own: a P tile is free when the KV half that the tile multiplies is
+free. A program may process several items; an item is a token and a tile of heads. Pairs and items
+(``iteration``) are counted from the start of the program, because barriers keep their phases from
+item to item.
 """
 
 from triton.experimental import gluon
@@ -46,8 +46,8 @@ MMA_REGISTERS = gl.constexpr(208)
 
 @aggregate
 class PairedBarriers:
-    """Barriers between the partitions. ``kv_ready`` and ``kv_free`` have one per half and block;
-    ``max_ready`` and ``p_ready`` have one per block."""
+    """Barriers between the partitions. ``kv_ready`` and ``kv_free`` have one barrier per half and
+    block; ``max_ready`` and ``p_ready`` have one per block."""
 
     kv_ready: gl.tuple
     kv_free: gl.tuple
@@ -121,7 +121,7 @@ def allocate(ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _barrier(ARRIVALS: gl.constexpr):
-    """Allocate one barrier. It is alone in its allocation, because barriers of one allocation
+    """Allocate one barrier, alone in its allocation: barriers that share an allocation would
     synchronise all threads."""
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=ARRIVALS)

@@ -1,4 +1,4 @@
-"""Decide which calls the Gluon kernels for Hopper run.
+"""Decide which calls run in the Gluon kernels for Hopper.
 
 These kernels load, dequantise and multiply in separate warps, which plain Triton cannot express.
 Inductor cannot compile Gluon, so a graph calls an op that launches the kernel, and an AOTInductor
@@ -17,5 +17,6 @@ WARPS = 4
 
 
 def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
-    """Whether a Gluon kernel runs the call. ``coded``: whether a Gluon kernel can read the rows."""
+    """Whether the call runs in a Gluon kernel. ``coded``: whether a Gluon kernel can read the
+    rows."""
     return coded and not INTERPRETED and launch.target(q.device).is_hopper

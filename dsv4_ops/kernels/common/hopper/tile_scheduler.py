@@ -92,8 +92,8 @@ def _candidate_size(index, mean, longest):
 
 @gluon.jit
 def _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT: gl.constexpr):
-    """Return the cheapest size of splits, among the sizes for which there are enough free programs;
-    on a tie, the smallest size.
+    """Return the cheapest size of a split for which there are enough free programs; on a tie, the
+    smallest such size.
 
     An extra split and a combine cost time. Beyond one wave, the start of a work tile costs time
     too. All programs wait for this function, so it is short.
@@ -141,7 +141,7 @@ def schedule_by_lengths(
     program, programs, is_writer = grid.program, grid.programs, grid.is_writer
     num_split_tokens, token = program * 0, gl.minimum(program, num_tokens)
     split, splits, first_partial = num_split_tokens, num_split_tokens + 1, num_split_tokens
-    # otherwise splits gain nothing: splits and a combine take as long as the longest token
+    # otherwise splitting gains nothing: splits and a combine take as long as the longest token
     if (longest - _COMBINE - 1) * gl.maximum(wave, num_tokens) >= total:
         size = _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT)
         num_split_tokens, list_row, token, split, splits, first_partial = _work_tile(
@@ -155,7 +155,8 @@ def schedule_by_lengths(
 
 @gluon.jit
 def _class(tiles, size):
-    """Return the class of each token: 0 for several splits, then from long to short tokens."""
+    """Return the class of each token: 0 for tokens with several splits, then ascending from long to
+    short tokens."""
     shares = tiles * (_CLASSES - 2) // size
     return gl.where(tiles > size, 0, _CLASSES - 1 - gl.minimum(shares, _CLASSES - 2))
 

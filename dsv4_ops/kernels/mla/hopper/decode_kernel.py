@@ -165,8 +165,8 @@ def _copy_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.cons
 
 @gluon.jit
 def _scale_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Copy the queries as float16. Each row is multiplied by a power of two. The row's amax then is
-    2^14 or above, unless the amax is tiny, so values down to 2^-31 of the amax keep all their bits.
+    """Copy the queries as float16. Multiply each row by a power of two, so that the row's amax is
+    at least 2^14, unless it was tiny. Then values down to 2^-31 of the amax keep all their bits.
     Return the inverse scales, by which the caller multiplies the logits. The two partitions
     exchange the amax of their halves."""
     start, valid = _query_rows(q, tile, GROUP)
@@ -220,7 +220,7 @@ def _row_lengths(lens, tile, GROUP: gl.constexpr):
 @gluon.jit
 def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
     """Return the amax over both halves of each row. The partitions meet at the barriers of P, not
-    at those of ``reduce_row_sum``, of which a partition could miss a phase."""
+    at those of ``reduce_row_sum``: of the latter, a partition could miss a phase."""
     amax_smem, p_ready = smem.row_sum, smem.barriers.p_ready
     amax_smem.index(2 + block).store(amax)
     mbarrier.arrive(p_ready[block])
@@ -423,7 +423,7 @@ def hopper_mla_decode_kernel(
     tiles = (length // PAIR + gl.where(length % PAIR > 0, 1, 0)).to(gl.int64)
     first_tile = (tiles * split // splits).to(gl.int32)
     stop_tile = (tiles * (split + 1) // splits).to(gl.int32)
-    pairs = gl.maximum(stop_tile - first_tile, 1)  # the partitions need one to synchronise in
+    pairs = gl.maximum(stop_tile - first_tile, 1)  # the partitions synchronise within a pair
     stop = gl.where(stop_tile < tiles, stop_tile * PAIR, length)
     stop = gl.where(stop_tile > first_tile, stop, 0)
 

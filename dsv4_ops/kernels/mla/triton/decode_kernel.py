@@ -113,7 +113,7 @@ def mla_decode_kernel(
     of another request. The program of the group's first token computes the group; the programs of
     the other tokens return early. With one split, a program writes the result. With several splits,
     a program writes the normalised accumulator, divided by ``partial_scale``, to ``partial``.
-    FORMAT of rows is 0 for values, 1 for codes, and 2 for codes with scales, followed by RoPE
+    FORMAT is 0 for rows of values, 1 for rows of codes, and 2 for rows of codes, scales and RoPE
     values. With SLOTS, ``block_table`` lists the slots of each token instead of the blocks of a
     request.
     """
