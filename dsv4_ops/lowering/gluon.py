@@ -181,7 +181,7 @@ class GluonCall(_compat.ExternKernel):
 
 
 def _aligned(tensor: Any) -> bool:
-    """Whether a tensor's address is known to be aligned at compile time; the package copies inputs
+    """Whether a tensor's address is known at compile time to be aligned; the package copies inputs
     that are not aligned."""
     if tensor.get_name() in V.graph.unaligned_buffers:
         return False

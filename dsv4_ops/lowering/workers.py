@@ -31,7 +31,7 @@ def compile_workers() -> Callable[..., Wait] | None:
     _compat.set_ptxas_path()
 
     def submit(function: Callable[..., Any], *args: Any, urgent: bool = True) -> Wait:
-        _compat.AsyncCompile.process_pool()  # starts with the first job
+        _compat.AsyncCompile.process_pool()  # the pool starts with the first job
         return _sender(_compat.get_compile_threads()).send(function, args, urgent)
 
     return submit

@@ -89,7 +89,7 @@ def _orbit(successor: Tensor) -> Tensor:
 
 
 def _queries_per_chunk(num_queries: Tensor, num_rows: Tensor, max_logits: int) -> Tensor:
-    """Return how many query rows a chunk may have, so that it has at most ``max_logits`` logits; at
+    """Return the maximum number of query rows of a chunk that has at most ``max_logits`` logits; at
     least one row."""
     bounded = (max_logits // num_rows.clamp(min=1)).clamp(min=1)
     all_queries = num_queries.clamp(min=1)

@@ -224,8 +224,8 @@ def combine(
     x: Tensor,
     shared: Tensor | None,
 ) -> Tensor:
-    """Sum the results of a token's experts times their weights, and add ``shared``. An absent
-    expert adds nothing, whatever its weight."""
+    """Multiply the results of a token's experts by their weights, add them up, and add ``shared``.
+    An absent expert adds nothing, whatever its weight."""
     present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
     terms = torch.where(present[..., None], out * topk_weights[..., None], 0.0)
     total = terms.sum(1)

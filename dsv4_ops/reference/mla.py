@@ -84,7 +84,7 @@ def per_tile_codes(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
 def encoded_rows(
     kv_c: Tensor, k_pe: Tensor, scale: Tensor | None, *, layout: str, scale_format: str
 ) -> Tensor:
-    """Encode rows as the cache stores them, with the bits of floats as integers."""
+    """Encode rows as the cache stores them; return floats as integers with the same bits."""
     if layout == PlainLayout.tag:
         return torch.cat([words(kv_c), words(k_pe)], -1)
     if layout == MlaFp8Layout.tag:
@@ -227,8 +227,8 @@ def locate_slots(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def stored_rows(kv_cache: Tensor, pages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stored rows at (block, row), with the bits of floats as integers, and the mask of
-    existing blocks; rows of absent blocks are 0."""
+    """Return the stored rows at (block, row), and the mask of existing blocks. Floats are returned
+    as integers with the same bits; rows of absent blocks are 0."""
     exists = (pages >= 0) & (pages < kv_cache.shape[0])
     stored = words(kv_cache)
     if isinstance(kv_cache.shape[0], int) and kv_cache.shape[0] == 0:

@@ -68,7 +68,7 @@ def _codes_of(scaled: Tensor, is_nan: Tensor) -> Tensor:
 
 def converts_codes(device: torch.device) -> bool:
     """Return whether compiled code may hold e4m3 values on ``device``. Triton refuses pointers to
-    e4m3 values on devices for which it cannot convert them."""
+    e4m3 values on devices where it cannot convert such values."""
     return target_of(capability_of(device)).converts_codes
 
 

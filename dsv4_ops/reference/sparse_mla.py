@@ -231,7 +231,7 @@ class KeyCache(NamedTuple):
         return self.at(pages, rows.expand(pages.shape))
 
     def num_rows(self, block_table: Tensor) -> int:
-        """Return the maximum rows of a request."""
+        """Return the maximum number of rows of a request."""
         return block_table.shape[1] * self.block_size
 
 
