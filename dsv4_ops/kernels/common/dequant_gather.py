@@ -19,10 +19,10 @@ WORKSPACE_ROWS, WORKSPACE_WARPS = 8, 2
 """Rows per tile and warps per program of the ragged gather."""
 
 REQUESTS = 32
-"""Requests whose lengths a program of the ragged gather loads together."""
+"""Number of requests whose lengths a program of the ragged gather loads together."""
 
 PROGRAMS = 16 * 132
-"""Maximum programs of the ragged gather: as many as an H200 runs at once."""
+"""Maximum number of programs of the ragged gather: as many as an H200 runs at once."""
 
 
 @triton.jit

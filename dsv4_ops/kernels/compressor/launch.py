@@ -222,8 +222,7 @@ def thread_layout(
 
 
 def _long_programs(num_tokens: int) -> int:
-    """Return the number of programs that scan for long windows. Every part of the channels has this
-    many programs."""
+    """Return the number of programs that scan for long windows, for each part of the channels."""
     extra = torch.sym_max(FEW_TOKENS - num_tokens, 0) // 128 * 2
     return scanning_programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS + extra)
 

@@ -205,7 +205,7 @@ def _gate_up(
     TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of activations. Return the product of the tile, whose rows are gates and ups.
+    """Compute a tile of activations. Return the tile's product, whose rows are gates and ups.
 
     Args:
         x: Rows and their scales, each with a stride, and the experts per token.

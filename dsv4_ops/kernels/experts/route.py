@@ -15,7 +15,7 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
 DEPTH, WARPS = 128, 4
-"""K per step, and warps per program."""
+"""Columns of K per step, and warps per program."""
 
 FEW_TOKENS = 64
 """Maximum number of tokens of a batch that uses ``FEW``."""

@@ -186,7 +186,7 @@ def sparse_mla_gathered(launch: Any, *args: Any, impl: str = "", **named: Any) -
 
 
 def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMla:
-    """Copy the rows that the tokens may see as bf16, and attend to the copy."""
+    """Make a bf16 copy of the rows that the tokens may see, and attend to the copy."""
     call = PrefillCall(*args, **named)
     q, seen = call.q, call.seen
     if q.shape[0] == 0:

@@ -18,7 +18,7 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Values of a head that inverse RoPE rotates."""
 
 COLUMNS, WARPS = 256, 2
-"""List entries per program, and warps."""
+"""Number of list entries per program, and warps."""
 
 FINISHED_HEADS = 16
 """Heads per program of ``finish_heads_kernel``, all of one token."""

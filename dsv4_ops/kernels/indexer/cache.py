@@ -27,7 +27,7 @@ ROWS, WARPS = 32, 1
 """Rows and warps per program of the gather. With one warp, reductions stay within the warp."""
 
 PROBES = 32
-"""Request boundaries that a program of the gather loads together."""
+"""Number of request boundaries that a program of the gather loads together."""
 
 _MIN_INT32 = tl.constexpr(-INT32_MAX - 1)
 

@@ -57,15 +57,15 @@ SAMPLE, DEVIATIONS = 8192, 5
 expected number of kept keys exceeds topk. So fewer than topk are kept of one row in millions."""
 
 KEEP_PARTS, KEEP_PROGRAMS, KEEP_STEP, KEEP_WARPS = 32, 264, 2048, 8
-"""Of the kernel that keeps keys: maximum number of parts of a row, target number of programs, keys
-per step, and warps."""
+"""Maximum number of parts of a row, target number of programs, keys per step, and warps of the
+kernel that keeps keys."""
 
 KEPT_CAPACITY, KEPT_WARPS = 8192, 16
 """Maximum keys (kept, or all of a row) that a program selects from, unless 2 * topk is more; and
 warps."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
-"""Keys per step and minimum keys of a part, if the kernel reads logits."""
+"""If the kernel reads logits: keys per step, and minimum number of keys of a part."""
 
 STAGES = 3
 

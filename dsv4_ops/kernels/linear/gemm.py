@@ -24,7 +24,7 @@ from dsv4_ops.reference.linear import quantized
 
 FEW_TOKENS = 16
 """Maximum number of tokens for which the programs of the GEMM reorder the activations themselves,
-instead of a call of ``reordered``."""
+so that ``reordered`` is not called."""
 
 MAX_BF16_TOKENS = 32
 """Maximum number of tokens for which codes are converted to bf16, with split-K. On an H200, the

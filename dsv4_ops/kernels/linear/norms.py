@@ -1,4 +1,4 @@
-"""A product with FP8 weights. The result is two vectors per token, and each vector is normalised.
+"""A product with FP8 weights whose result is two vectors per token, each of which is normalised.
 The kernel that adds the partial sums of the splits of K also normalises, because it has all values
 of a token."""
 

@@ -1,5 +1,5 @@
-"""A product with FP8 weights, which computes the gates and ups of a SwiGLU. The kernel that adds
-the partial sums of the splits of K also computes the SwiGLU."""
+"""A product with FP8 weights that yields the gates and ups of a SwiGLU. The kernel that adds the
+partial sums of the splits of K also computes the SwiGLU."""
 
 import torch
 import triton

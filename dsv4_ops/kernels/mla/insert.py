@@ -58,8 +58,8 @@ def mla_insert_kernel(
     ROPE_TILE: tl.constexpr, ROW: tl.constexpr, WORD_BYTES: tl.constexpr, HAS_SCALE: tl.constexpr,
     UE8M0: tl.constexpr, FINITE_MAX: tl.constexpr, TOKENS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Insert TOKENS rows. FORMAT is 0 for values, 1 for codes, and 2 for codes with a scale per 128
-    values, followed by RoPE values."""
+    """Insert TOKENS rows. FORMAT is 0 for rows of values, 1 for rows of codes, and 2 for rows of
+    codes, scales (one per 128 codes) and RoPE values."""
     wait_for_previous_kernel()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1)

@@ -65,7 +65,7 @@ def _best_size(counts, sizes, total, longest, num_tokens, programs):
     exceeds the mean load of a program by less than the cost of a combine plus one tile, return a
     size that splits no token."""
     index = tl.arange(0, _SIZES)
-    counts = counts.to(tl.int64)  # _START times the programs could overflow int32
+    counts = counts.to(tl.int64)  # the product with _START could overflow int32
     shared, extra = total + _START * (counts - programs), counts - num_tokens
     cost = tl.maximum(sizes.to(tl.int64) * programs, shared) + _EXTRA * extra
     cost += tl.where(extra > 0, _COMBINE, 0) * programs

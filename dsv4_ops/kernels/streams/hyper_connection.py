@@ -29,9 +29,10 @@ MANY_STREAMS = 4
 many warps on every GPU. Otherwise a thread would spill 0.5 to 4.5 KB of registers."""
 
 PROGRAMS, STEPS = 256, (4, 8)
-"""Minimum number of programs for a large batch, and minimum and maximum column steps per program. A
-program adds its steps to one partial sum. A program takes one step if the minimum number of steps
-would leave too few programs, or if several steps need too much shared memory."""
+"""Minimum number of programs for a large batch; minimum and maximum number of column steps of a
+program that takes several. A program adds its steps to one partial sum. A program takes one step if
+the minimum number of steps would leave too few programs, or if several steps need too much shared
+memory."""
 
 STAGES = 2
 """Column steps that are in shared memory at a time if a program takes several steps: Triton's

@@ -125,7 +125,7 @@ class PrefillCall(NamedTuple):
 
     @property
     def seen(self) -> Prefill:
-        """Return the arguments that decide which keys tokens see."""
+        """Return the arguments that determine which keys the tokens see."""
         swa, extra = Source(self.swa_cache, self.swa_block_table, self.swa_block_size), None
         if self.extra_cache is not None and self.extra_block_table is not None:
             extra = Source(self.extra_cache, self.extra_block_table, self.extra_block_size)

@@ -30,7 +30,7 @@ MIN_UNITS = 4
 """Tokens are split by their lengths only if a token can have at least this many units of keys."""
 
 FIXED_SPLIT = 4
-"""Units of keys per split of a batch-invariant call."""
+"""Number of units per split in a batch-invariant call."""
 
 
 class TileSchedule(NamedTuple):

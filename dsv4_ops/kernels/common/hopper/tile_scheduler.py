@@ -18,8 +18,8 @@ _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_S
 _START, _CLASSES = gl.constexpr(tiles.START_TILES), gl.constexpr(tiles.CLASSES)
 _LIST_COLUMNS = gl.constexpr(tiles.COMBINE_COLUMNS)
 _MOST_TILES = gl.constexpr(2**15)
-"""Key blocks of a token are counted up to this number, so that costs stay below _NEVER and numbers
-of splits are exact in float32."""
+"""Maximum number of key blocks that are counted for a token, so that costs stay below _NEVER and
+numbers of splits are exact in float32."""
 
 _NEVER = gl.constexpr(2**24)
 

@@ -1,9 +1,9 @@
 """Producer of dense MLA rows in FP8. It loads words of codes, and stores float16 values, or bf16
 values for rows with scales.
 
-The producer loads half of the latents of a block at a time. A thread then holds 64 codes of each of
-two rows, and 16 codes of the RoPE columns of each. The next half is loaded while the current half
-is stored.
+The producer loads half of the latents of a block at a time. Of each of two rows, a thread then
+holds 64 codes, and 16 codes of the RoPE columns. The next half is loaded while the current half is
+stored.
 """
 
 from triton.experimental import gluon
