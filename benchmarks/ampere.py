@@ -55,7 +55,7 @@ class Row:
 
 @contextlib.contextmanager
 def without_gluon(folder: Path) -> Iterator[None]:
-    """Run no Gluon kernel for Hopper."""
+    """Disable our Gluon kernels for Hopper, so that Triton's kernels run."""
     PLANS.plans.clear()
     with mock.patch.object(support, "runs", return_value=False):
         yield

@@ -85,7 +85,7 @@ def _work(op: str, tokens: int, heads: int, rows: int, device: torch.device) -> 
 
 
 def forms(op: str, library: str, size: tuple[int, int, int]) -> dict[str, list[Call]]:
-    """Make our calls, and the library's with a plan per call and, if possible, an earlier plan."""
+    """Make our calls, and the library's: planned in each call and, if possible, planned once."""
     tokens, heads, rows = size
     device = torch.device("cuda")
     made = calls(op, *size, device)

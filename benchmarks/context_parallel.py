@@ -61,7 +61,7 @@ CPU_VARIANTS = CUDA_VARIANTS[:2]
 _HEADS, _TOKENS = (64, 128), (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
 _MODEL_CONTEXTS, _MODEL_STEPS, _MOST_ERROR = (4096, 131072), 6, 0.1
-"""Maximum error of logits: bfloat16 may change the experts where a router nearly ties."""
+"""``_MOST_ERROR`` limits the logits' error: at near ties, rounding may select other experts."""
 _SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
 _CALLS = 16
 """Calls per graph: enough that the graph's launch does not matter."""
@@ -409,7 +409,7 @@ def _compiled(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _combining(combine: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
-    """Let the layer call the compiled combine, as a graph does."""
+    """Let the layer call the compiled combine, as it does in a graph."""
     if combine is None:
         return contextlib.nullcontext()
     layer = importlib.import_module("dsv4_ops.attention.mla_layer")

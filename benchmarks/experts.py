@@ -23,7 +23,7 @@ NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
 
 W4A8 = "w4a8"
 CASES = ("fp4", W4A8, "fp8", "bf16")
-"""Formats of weights. Activations are in bf16; "w4a8" has FP4 weights and FP8 activations."""
+"""Formats of weights, with bf16 activations; "w4a8" has FP4 weights and FP8 activations."""
 
 CHECKED, CHECK_SCALE = 8, 64.0
 """Tokens of the batch that checks Humming's results, and a factor for the batch's x. With the
@@ -31,7 +31,7 @@ factor, a tenth of the gates and ups exceed the limit."""
 
 _TOKENS = (1, 8, 64, 128, 512, 1024, 4096)
 _CALLS = {1: 8, 8: 8}
-"""Calls per graph. Each call has its own experts: even one token's experts exceed the L2."""
+"""Calls per graph, by tokens. Calls differ in experts, and those of one token exceed the L2."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def grouped_experts(x: Tensor, routing: Tensor, ids: Tensor, up: Tensor, down: T
 
 @functools.cache
 def humming_layers(library: Any, device: torch.device) -> tuple[Any, Any]:
-    """Convert the same experts in FP4 to Humming's order."""
+    """Convert the FP4 experts of ``expert_weights`` to Humming's order."""
     up, up_scale, down, down_scale = expert_weights("fp4", device)
     made = humming.make_layer(library, up, up_scale), humming.make_layer(library, down, down_scale)
     return made[0], made[1]

@@ -1,9 +1,9 @@
 """Benchmark all layers of DeepSeek-V4-Flash on several GPUs: decode steps, prefills and the start.
 
-Each GPU has a process, a rank. Hugging Face's plans split a model in the released precision, with
-random weights, over the ranks, which share the rows of the caches. First, the logits of six layers
-on all GPUs are compared with those on one GPU. No context is prefilled: caches have random rows,
-and the benchmark sets the lengths. ``--model pro --layers N`` measures the first layers of Pro.
+Each GPU has a process, a rank. The model has random weights in the released precision. Hugging
+Face's plans split it over the ranks, which share the rows of the caches. First, the logits of six
+layers on all GPUs are compared with those on one GPU. Decodes attend to random cache rows, not to
+a prefilled context. ``--model pro --layers N`` measures the first layers of Pro.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from benchmarks.run import WrongResult
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 
 _CHECKED_LAYERS, _CHECKED_TOKENS, _MOST_ERROR = 6, 9, 0.05
-"""For checks: layers, minimum tokens of a decode, and maximum of the median error of a token's
-logits, relative to their norm. In bfloat16 a router's near tie may select other experts."""
+"""Layers of the check, minimum tokens to check a decode, and upper limit of the logits' error
+relative to their norm (median over tokens): at near ties, rounding may select other experts."""
 _DRAFTED = 2
 """Tokens per request in a step that verifies one draft."""
 _ACCEPTED = (0.0, 0.5, 0.9)
@@ -45,7 +45,7 @@ _CHUNK = 4096
 _BYTES_PER_MS = {"H200": 4.8e9, "H100": 3.35e9}
 """Memory bandwidth, by a part of the GPU's name."""
 _LONG = 131072
-"""Contexts that are longer are measured last, in another cache with wider block tables."""
+"""Longer contexts are measured last, in another cache with wider block tables."""
 _RESERVED_GB = 1.6
 """Memory for graphs and activations of decode steps, in addition to the cache."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
@@ -79,7 +79,7 @@ class FlashRow:
     logits_error: float | None = None  # median over the tokens of a check
     worst_error: float | None = None
     same_keys: bool | None = None  # whether split and whole models store the same bytes in layer 0
-    note: str | None = None  # the reason for which a point did not run, or a summary of the soak
+    note: str | None = None  # why a point did not run, or a summary of the soak
     error: str | None = None
 
 
@@ -308,7 +308,7 @@ class Weights:
         return cls(dense, experts, config.num_experts_per_tok / config.n_routed_experts)
 
     def read(self, tokens: int) -> float:
-        """Return the bytes that a step of ``tokens`` reads, if routers select at random."""
+        """Return the weight bytes that a step of ``tokens`` reads if routers select at random."""
         hit: float = 1 - (1 - self.chosen) ** tokens
         return self.dense + self.experts * hit
 
@@ -481,7 +481,7 @@ class Decodes:
         """Return how many blocks fit into free memory."""
         if not self.ranks.cuda:
             return float("inf")
-        # ranks do not change a block's bytes, and a cache on the meta device cannot ask ranks
+        # a block's bytes do not depend on ranks, which a cache on the meta device cannot query
         made = functools.partial(v4.PagedCache, self.model.config, device="meta", **self.sizes)
         one, two = (sum(made(num_blocks=count).memory().values()) for count in (1, 2))
         torch.cuda.empty_cache()

@@ -44,7 +44,7 @@ def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
 
 
 class Bench(OpBench):
-    """Measure the indexer, whose roofline is memory or the FP8 tensor cores."""
+    """Measure the indexer, whose roofline is memory bandwidth or the FP8 tensor cores."""
 
     groups, smoke_groups = CASES, tuple(indexer_cases.SELECTIONS)
     title = (

@@ -139,7 +139,7 @@ class Bench(OpBench):
 
     @classmethod
     def cases(cls, groups: Iterable[str], *, smoke: bool) -> list[Case]:
-        # first a batch whose sizes all differ, else Dynamo makes equal sizes one symbol
+        # first a batch whose sizes all differ, because Dynamo would make equal sizes one symbol
         first = _case(_spec(smoke), 9 if smoke else 129, 2, timed=False)
         return [first, *super().cases(groups, smoke=smoke)]
 

@@ -29,7 +29,7 @@ CASES = {
     "selected_bf16": PlainLayout.tag,
     "selected_ds_fp8": MlaDsFp8Layout.tag,
 }
-"""Layout of the rows of each group; ``selected_`` groups time ``mla_sparse``."""
+"""Layout of the rows of each group; groups with ``selected_`` time ``mla_sparse``."""
 
 TOPK = 2048
 """Selected rows per token."""
@@ -58,8 +58,8 @@ class Row:
     context: int
     topk: int | None = None  # selected rows per token; None for all rows
     us: float | None = None
-    flash_mla_us: float | None = None  # decode without plan, or prefill (selected bf16)
-    roofline_us: float | None = None  # bytes at the rate of copies, or FLOP at 790 TFLOP/s
+    flash_mla_us: float | None = None  # decode without planning; prefill for selected bf16 rows
+    roofline_us: float | None = None  # the longer of bytes at a copy's rate and FLOP at 790 TFLOP/s
     max_diff: float | None = None  # maximum difference from FlashMLA's output
     error: str | None = None
 

@@ -163,7 +163,7 @@ def prefill(device: torch.device, cached: int, rows: int) -> Call:
 
 
 def memory(device: torch.device) -> Iterator[Row]:
-    """Measure a layer's peak memory for several contexts, in chunks and whole, on a GPU only."""
+    """Measure a layer's peak memory for several contexts, chunked and whole, on a GPU only."""
     cuda = device.type == "cuda"
     for context in _CONTEXTS if cuda else (256,):
         peaks: list[float | None] = []

@@ -33,7 +33,7 @@ class PrecisionRow:
     tokens: int
     first: int
     last: int
-    rms_pct: float | None = None  # root mean square of the difference, as part of logits_std
+    rms_pct: float | None = None  # root mean square of the difference, in percent of logits_std
     median_pct: float | None = None  # median over tokens of the token's own rms_pct
     max_std: float | None = None  # largest difference in standard deviations
     argmax_pct: float | None = None  # share of tokens with the same most likely next token
@@ -57,7 +57,7 @@ MODES: tuple[Mode, ...] = (
     ("patched", "bf16", "bf16", "serve"),
     ("patched", "bf16", "fp8", "serve"),
 )
-"""The last mode is the default of ``patch``, on a model in the released dtype."""
+"""The last mode has the defaults of ``patch``, on a model in the released dtype."""
 _SMOKE_MODES = (MODES[1], MODES[-1])
 
 _INDEX_TOPK = 64

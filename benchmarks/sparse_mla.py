@@ -144,7 +144,7 @@ class Bench(OpBench):
         return self.modules, self.cache
 
     def others(self, row: OpRow, work: Work) -> Mapping[str, Callable[[], Function]]:
-        """Name a case's package, or prefills over FP8 rows and over a bf16 copy of them."""
+        """Return a case's package, or prefills over FP8 rows and over a bf16 copy of them."""
         if isinstance(work.details, Form):
             return {"package_us": functools.partial(self.packages.of, work.details)}
         if self.copies is None or not isinstance(work.details, Context):

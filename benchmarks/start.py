@@ -2,7 +2,7 @@
 sizes, or of the first texts of ``generate``.
 
 Layers have the sizes of DeepSeek-V4-Flash in the released precision. Every start is a process. The
-cold start has empty folders of compiled code; warm starts have the folders that it filled.
+cold start begins with empty folders of compiled code, and fills them for the warm starts.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
 def _generated(
     options: argparse.Namespace, model: Any, row: Callable[..., StartRow]
 ) -> Iterator[StartRow]:
-    """Time ``generate`` after the longest prompt, for all batch sizes and then once more."""
+    """Time ``generate`` after the longest prompt: for all batch sizes, then all of them again."""
     prompt, new, device = max(options.prefills), options.generate, model.device
     more: dict[str, Any] = {}
     if device.type == "cpu":
@@ -158,7 +158,7 @@ def _generated(
             graphs, first = _graphs(), seconds(requests, new)
             token_ms = None
             if name:
-                for _ in range(2):  # a batch size before may have replaced the cache and its graphs
+                for _ in range(2):  # another batch size may have replaced the cache and its graphs
                     seconds(requests, new)
                 token_ms = 1e3 * (seconds(requests, 2 * new) - seconds(requests, new)) / new
             phase = f"generate of {requests}{name}"

@@ -1,4 +1,4 @@
-"""DeepGEMM as a baseline: logits of the lightning indexer. Its plan is not timed."""
+"""DeepGEMM as a baseline: logits of the lightning indexer. DeepGEMM's plan is not timed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arguments(
 
 
 def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable[..., Tensor]:
-    """Compute logits of an input set. All sets share lengths; logits past them are undefined."""
+    """Return a call for logits. Past the lengths, which all sets share, logits are undefined."""
     lens = sets[0][3]
     plan = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
     function = library.fp8_fp4_paged_mqa_logits
@@ -47,7 +47,7 @@ def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable
 def select_call(
     sets: Sequence[Args], block_size: int, topk: int, library: Any
 ) -> Callable[..., Tensor]:
-    """Select rows with PyTorch's top-k of the logits, in any order. All rows must exist."""
+    """Return a call that selects rows by ``torch.topk``, unsorted. All rows must exist."""
     logits = logits_call(sets, block_size, library)
 
     def call(*args: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def decode_arguments(
     extra_indices: Tensor | None, extra_lens: Tensor | None, attn_sink: Tensor, *,
     block_sizes: tuple[int, int], per_request: int = 1,
 ) -> Args:  # fmt: skip
-    """Convert arguments of ``sparse_mla_decode``; tokens of a request have the same lengths."""
+    """Convert arguments of ``sparse_mla_decode``; tokens of a request must have equal lengths."""
 
     def by_request(values: Tensor) -> Tensor:
         return values.view(-1, per_request, *values.shape[1:])
@@ -60,7 +60,7 @@ def decode_call(
 
 
 def prefill_call(scale: float, library: Any) -> Callable[..., Any]:
-    """Prefill over gathered rows, without the lse, because documents disagree on its unit."""
+    """Return a prefill over gathered rows, without the lse: documents disagree on its unit."""
 
     def call(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, sink: Tensor) -> Tensor:
         out: Tensor = library.sparse_prefill(

@@ -1,8 +1,8 @@
 """Humming (humming-kernels) as a baseline: FP4 experts with bf16 activations.
 
-Humming launches one GEMM for all experts, which dequantises as it multiplies, and an elementwise
-kernel for an activation that the caller writes in CUDA. Humming neither sorts nor sums rows, for
-which engines have kernels. Here our ``expert_plan`` sorts rows, and Inductor's code sums them.
+Humming launches two GEMMs for all experts, which dequantise as they multiply, and a kernel for an
+activation that the caller writes in CUDA. Humming neither sorts nor sums rows, because engines have
+kernels for that. Here our ``expert_plan`` sorts rows, and Inductor's code sums them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def choose(table: Sequence[tuple[int, int, dict[str, Any]]], num_rows: int) -> d
 
 
 def activation(limit: float) -> str:
-    """Write the bounded SwiGLU of gate ``a`` and up ``b`` in CUDA."""
+    """Return CUDA code for the bounded SwiGLU of gate ``a`` and up ``b``."""
     bound = f"{limit!r}f"
     gate, up = f"fminf(a, {bound})", f"fminf(fmaxf(b, -{bound}), {bound})"
     return f"{gate} / (1.0f + __expf(-{gate})) * {up}"

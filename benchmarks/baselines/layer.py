@@ -101,8 +101,8 @@ class BaselineStages:
         self.logits = self.rows = self.out = self.quantized = cast(Any, None)
 
     def calls(self, found: Found | None = None) -> list[Call]:
-        """Run each stage once, in order, and return the stages. With ``found``, compare the results
-        with ours."""
+        """Run each stage once, in order, and return the stages' calls. With ``found``, compare
+        their results with ours."""
         made: dict[str, Callable[[], Call]] = {"window": lambda: self._window}
         if self.kind != "window":
             made["compressed"] = lambda: self._compress("", "compressed")
@@ -139,7 +139,7 @@ class BaselineStages:
         ]
 
     def compare(self, name: str, found: Found) -> None:
-        """Compare the other results of a stage with ours."""
+        """Compare the results of a stage that are not rows of a cache with ours."""
         text = None
         if name == "window":
             text = outside("query", self.q, self.ours.q, _QUERY)
@@ -151,7 +151,7 @@ class BaselineStages:
                 text = f"selection: other rows of {wrong} of {left.shape[0]} tokens"
         elif name == "attention":
             text = outside(name, self.out, self.ours.out, DECODE_OUT)
-        elif name == "inverse_rope_fp8":  # we rotate the baseline's attention output
+        elif name == "inverse_rope_fp8":  # our op gets the baseline's attention output too
             ours = dsv4_ops.inverse_rope_group_quantize(
                 self.out, self.step.positions, self.table, num_groups=self.spec.num_groups,
                 scale_layout="row",

@@ -16,7 +16,7 @@ from dsv4_ops.core.layout import MainLayout
 
 
 class Context(NamedTuple):
-    """One prefill request, and so one chunk: vLLM gathers up to four requests per chunk."""
+    """One prefill request. It is one chunk, because vLLM gathers up to four requests per chunk."""
 
     tokens: int  # new tokens
     length: int  # all tokens, including earlier ones
@@ -53,7 +53,7 @@ class WholePrefill:
         self.flash_mla, self.cache, self.workspace = flash_mla, cache, workspace
         self.context = context
         self.q, self.swa, positions, _, swa_table, self.extra, table, selected, self.sink = args
-        if selected is None:  # a server lists all rows once per step
+        if selected is None:  # a server lists all rows once per step, so this is not timed
             row = torch.arange(self.context.compressed, dtype=torch.int32, device=self.q.device)
             visible = (positions[:, None] + 1) // self.context.ratio
             selected = torch.where(row < visible, row, -1)
@@ -67,8 +67,8 @@ class WholePrefill:
 
     @staticmethod
     def rows(context: Context) -> tuple[int, int]:
-        """Return the workspace rows per request, and the row at which the window starts, for a
-        server whose longest request and step are these."""
+        """Return the workspace rows per request and the first row of the window, for a server whose
+        longest request and longest step have the sizes of ``context``."""
         start = -(-context.length // context.ratio)
         return start + WINDOW + context.tokens, start
 

@@ -23,7 +23,7 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
     """Build a bf16 model of DeepSeek-V4-Flash's sizes with few layers and experts, and random
     weights.
 
-    From 5.24 on, transformers itself makes the parameters in ``keep_float32`` float32.
+    From 5.24 on, transformers itself keeps the parameters of ``keep_float32`` in float32.
     """
     import transformers
 

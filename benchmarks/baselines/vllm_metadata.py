@@ -2,11 +2,11 @@
 
 The kernels are third-party files, which are loaded from a bundle at run time. This file calls the
 kernels in the order of vLLM's builders, with the same host work between the calls. The times are a
-lower bound of vLLM's: this file copies the token-to-request map once (three builders do so),
-computes the C4 slots once (two builders do so), and leaves out the clamped copies of the block
-tables, the DeepGEMM and FlashMLA plans, and the Python around the calls. Contents differ in two
-points: vLLM does not compute ``positions`` here, and for next_n = 4 it copies a row of the block
-table per token for the indexer.
+lower bound of vLLM's: this file copies the token-to-request map once (in vLLM, three builders copy
+it), computes the C4 slots once (in vLLM, two builders do), and leaves out the clamped copies of the
+block tables, the DeepGEMM and FlashMLA plans, and the Python around the calls. vLLM's builders
+differ from ours in two points: they do not compute ``positions``, and for next_n = 4 they copy a
+row of the block table per token for the indexer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.harness.timing import Activity, Capture, Timing, device_activiti
 from dsv4_ops.attention.metadata import AttentionSpec, DecodeMetadata
 
 _MAX_BATCHED_TOKENS = 8192  # vLLM's default on an H200; vLLM refills whole buffers
-_NATIVE_NEXT_N = (1, 2)  # DeepGEMM's paged kernel takes these on Hopper; vLLM flattens all others
+_NATIVE_NEXT_N = (1, 2)  # DeepGEMM's paged kernel accepts these on Hopper; vLLM flattens others
 _NEEDED = ("comp", "swa", "idx", "fms")
 _POISON = -7
 
@@ -193,7 +193,7 @@ def measure(
     """Check a step over the first batch against ``expected``; on a GPU, time steps over all
     batches.
 
-    The device time is a CUDA graph of the device steps, plus the profiled copies to the device.
+    The device time is that of a CUDA graph of the device steps, plus that of the profiled copies.
     """
     sequences = [BuilderSequence(modules, spec, batch) for batch in batches]
     first = sequences[0]

@@ -68,7 +68,7 @@ def _load_library(path: Path) -> None:
 
 
 def _fill_stubs() -> None:
-    """Add functions, which the files need, to the bundle's stub modules."""
+    """Add the functions that the files need to the bundle's stub modules."""
     ops: Any = importlib.import_module("vllm.utils.torch_utils")
     ops.direct_register_custom_op = _register
     scales: Any = importlib.import_module("vllm.utils.deep_gemm")

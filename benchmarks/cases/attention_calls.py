@@ -39,7 +39,7 @@ def decode(*tensors: Any, **chosen: Any) -> SparseMla:
 
 
 def prefill(ratio: int, *tensors: Any, **chosen: Any) -> SparseMla:
-    """Prefill; without ``impl`` the op chooses by size. No library is faster at these sizes."""
+    """Run a prefill. By default the op selects one of our variants: no library is faster here."""
     return dsv4_ops.sparse_mla_prefill(*tensors, **{**prefill_settings(ratio), **chosen})
 
 
@@ -47,7 +47,7 @@ PREFILLS = {ratio: functools.partial(prefill, ratio) for ratio in (C4, C128)}
 
 
 def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
-    """Prefill by a copy of the rows to bf16, which no ``impl`` selects at every size."""
+    """Run a prefill over a bf16 copy of the rows, a variant that no ``impl`` always selects."""
     launch, kernels = _kernels("launcher"), _kernels("sparse_mla.prefill")
     call = PrefillCall(*tensors, **prefill_settings(ratio))
     with torch.cuda.device_of(tensors[0]):
@@ -68,7 +68,7 @@ def _kernels(module: str) -> Any:
 
 
 def gathered(*tensors: Any, **chosen: Any) -> SparseMlaGathered:
-    """Attend to gathered rows; the op chooses by size. No library is faster at these sizes."""
+    """Attend to gathered rows. By default the op selects our kernel: no library is faster here."""
     return dsv4_ops.sparse_mla_gathered(*tensors, softmax_scale=SCALE, **chosen)
 
 

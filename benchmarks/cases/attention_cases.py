@@ -28,7 +28,7 @@ from benchmarks.harness.batches import mixed_lengths, rotating_sets
 from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 
-_SELECTED_FROM = 4  # number of candidate rows over the number of selected rows
+_SELECTED_FROM = 4  # candidate rows per selected row
 _LONGEST = 131072
 _EDGE_TOKENS = 24
 _BY_TOKEN = (0, 2, 3, 5, 6)  # arguments with a row per token, in both ops
@@ -98,7 +98,7 @@ def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
 
 
 def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int) -> list[Case]:
-    """Make requests of several tokens that select their own rows, as in speculative decoding."""
+    """Make requests of several tokens, each with its own selection, as in speculative decoding."""
     work = functools.partial(decode_work, per_request=per_request)
     shapes = [uniform(count * per_request, heads, width) for count in requests]
     builds = [functools.partial(work, shape) for shape in shapes]
@@ -138,7 +138,7 @@ def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) ->
 
 
 def planned(build: Callable[[torch.device], Work], lens: int, device: torch.device) -> Work:
-    """Build the case with a plan; argument ``lens`` has the numbers of compressed rows."""
+    """Build the case with a plan, made from the numbers of compressed rows (argument ``lens``)."""
     work = build(device)
     return dataclasses.replace(work, sets=[(*args, plan_of(args, lens)) for args in work.sets])
 

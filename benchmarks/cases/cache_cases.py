@@ -139,6 +139,6 @@ def paged(
 
 
 def _workspace(requests: int, rows: int, device: torch.device) -> Tensor:
-    """Make a workspace of one value, which must remain outside of the gathered rows."""
+    """Make a workspace filled with one value, which must remain in rows that are not gathered."""
     shape = (requests, rows, MAIN.head_dim)
     return torch.full(shape, -7.0, dtype=torch.bfloat16, device=device)

@@ -24,7 +24,7 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 _EPS = 1e-6
 _ROPE_DIM = 64
 _CONTEXT = 4096  # position of the first window of a decode step: a multiple of the ratios
-_STATES, _CACHE = 2, 9  # numbers of the arguments that a call mutates
+_STATES, _CACHE = 2, 9  # indices of the arguments that a call mutates
 _EDGE_TOKENS = 24
 
 
@@ -84,7 +84,7 @@ def reference(kind: Kind, *args: Any) -> None:
 
 
 def _finishing(kind: Kind, args: Args) -> Args:
-    """Return the arguments of the second op, for tokens that complete a window only."""
+    """Return the arguments of the second op, only for tokens that complete a window."""
     kv_score, ape, states, table, _, positions, requests, *rest, slots = args
     tokens = ((positions + 1) % kind.ratio == 0).nonzero()[:, 0]
     where = (positions[tokens], requests[tokens])
@@ -126,7 +126,7 @@ class Step:
 
 
 def decode_step(kind: Kind, requests: int, *, finishing: bool) -> Step:
-    """Make one token per request; every token, or one in ``ratio``, ends a window."""
+    """Make one token per request. If ``finishing``, each ends a window, else one in ``ratio``."""
     last = kind.ratio - 1
     offsets = [last if finishing else request % kind.ratio for request in range(requests)]
     return Step(tuple(_CONTEXT + offset for offset in offsets), tuple(range(requests)))

@@ -17,7 +17,7 @@ from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 
 ROWS = 8192
-"""Workspace rows of an input set: those of a C4 request of about 30k tokens."""
+"""Workspace rows of an input set: as many as a C4 request of about 30k tokens needs."""
 
 
 _CHECK = ByToken(

@@ -43,7 +43,7 @@ def select(*args: Tensor, topk: int, compress_ratio: int, impl: str | None = Non
 
 
 def selection(group: str) -> dict[str, int]:
-    """Return the settings that only selections take."""
+    """Return the settings of a selection that calls for logits do not have."""
     topk, ratio = SELECTIONS[group]
     return {"topk": topk, "compress_ratio": ratio}
 
@@ -72,7 +72,7 @@ def _case(
 
 
 def cost(group: str, tokens: int, rows: int) -> tuple[int, int]:
-    """Return bytes and FLOP of a call: all requests' keys and blocks, queries, weights, result."""
+    """Return bytes and FLOP of a call. It moves keys, block ids, queries, weights and results."""
     result = 4 * (rows if group == "logits" else SELECTIONS[group][0])
     vectors = HEADS * (INDEXER.head_dim + 4) + 8
     moved = rows * INDEXER.row_bytes + -(-rows // BLOCK_SIZE) * 4 + vectors + result
@@ -108,14 +108,14 @@ def _work(group: str, sets: Sequence[Args], cost: tuple[int, int], **more: Any) 
     rows = sets[0][5].shape[1] * BLOCK_SIZE
     of_group = selection(group) if group in SELECTIONS else {"num_rows": rows}
     op = "logits" if group == "logits" else "select"
-    keys = rows // 4  # of 128 values
+    keys = rows // 4  # ByToken expects keys of 512 values, and these have 128
     check = ByToken(f"indexer_{op}", {**_PAGES, **of_group}, _BY_TOKEN, lambda args: keys)
     call = functools.partial(select, **of_group) if op == "select" else logits
     return check.work(call, sets, cost, **more)
 
 
 def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
-    """Build tokens that see no rows, few or too many, and absent requests and blocks."""
+    """Build tokens that see no rows, few rows, or too many, and absent requests and blocks."""
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     work = indexer_work(group, _EDGE_TOKENS, context, device, smoke=smoke)
     q, weights, cache, where, requests, table = work.sets[0]

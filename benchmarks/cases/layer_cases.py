@@ -41,13 +41,13 @@ INPUTS, WEIGHTS, CACHES, GROUP = map(
     len, map(fields, (LayerInputs, LayerWeights, LayerCaches, CompressedStep))
 )
 """Numbers of tensors in LayerInputs, LayerWeights, LayerCaches and CompressedStep. The arguments of
-a call are the first three, then the tensors of AttentionStep, its C4 group before its C128
-group."""
+a call are the tensors of the first three in this order, then those of AttentionStep, with the C4
+group before the C128 group."""
 
 _STEP = INPUTS + WEIGHTS + CACHES
 
 _MAX_SETS = 8
-_ROPE_ROWS = 64  # the table repeats these rows, as a benchmark needs no other angles
+_ROPE_ROWS = 64  # the table repeats these rows, because a benchmark needs no other angles
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, i
 
 
 def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int]:
-    """Return the bytes that must move, and FLOP; FP8 FLOP count half, as they take half as long."""
+    """Return the bytes that must move, and FLOP. FP8 FLOP count half: they take half as long."""
     spec, dim = model.spec, MainLayout.head_dim
     row, index_row = MainLayout(1).row_bytes, IndexerLayout(1).row_bytes
     keys, flop = min(context, spec.attention.window_size), 0
@@ -256,8 +256,8 @@ class LayerDraw(Draw):
         return step.c4 if self.kind == "c4" else step.c128
 
     def indexer_keys(self, layout: IndexerLayout, step: AttentionStep, toward: Tensor) -> Tensor:
-        """Sample keys. Keys that should be selected point ``toward`` much more than other keys, so
-        that rounded scores do not change the selection."""
+        """Sample keys. Keys that should be selected have much larger components along ``toward``
+        than other keys, so that the rounding of scores does not change the selection."""
         table = step.c4.block_table
         cache = layout.allocate(int(table.max()) + 1, self.device)
         rows = self.context // self.spec.attention.c4_ratio

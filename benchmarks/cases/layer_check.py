@@ -15,13 +15,13 @@ from dsv4_ops.testing.cases.compressor import row_values
 CODE_STEP, ROPE_STEP = 2.0**-3, 2.0**-7
 """Maximum relative step between neighbouring codes, in e4m3 and in bf16."""
 
-_NEAR_ZERO = 2.0**-16  # relative to the row's maximum: smaller values cancel in float32 sums
+_NEAR_ZERO = 2.0**-16  # part of a row's amax by which float32 sums that cancel may differ
 _SPOILED = 0x5A
 
 
 @dataclass
 class Found:
-    """Differences between two results: those in ``wrong`` exceed rounding, ``notes`` do not."""
+    """Differences between two results: beyond rounding in ``wrong``, others in ``notes``."""
 
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ def compare_codes(
 
 
 def steps_apart(name: str, ours: Tensor, baseline: Tensor, step: float) -> str | None:
-    """Describe how many values differ by more than a step of their code, or return None."""
+    """Describe how many rows have values that differ by over a step of their code, or None."""
     size = torch.maximum(ours.abs(), baseline.abs()).float()
     allowed = step * size + _NEAR_ZERO * size.amax(-1, keepdim=True)
     wrong = ~((ours.float() - baseline.float()).abs() <= allowed)

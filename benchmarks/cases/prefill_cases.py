@@ -65,7 +65,7 @@ def _dense(tokens: int, heads: int, prefix: int, table_rows: int) -> Case:
 
 
 def _context(tokens: int, prefix: int, ratio: int) -> Context:
-    """Round the prefix to whole blocks of the window cache and a whole window."""
+    """Round the prefix up to whole blocks of the window cache, and add a window less a token."""
     return Context(tokens, round_up(prefix, PAGE) + WINDOW - 1 + tokens, ratio)
 
 
@@ -136,8 +136,8 @@ def prefill_work(
 def _compressed(
     draw: AttentionDraw, shape: Shape, context: Context, selectable: int, table_rows: int
 ) -> _Rows:
-    """Make the compressed rows of the request: a selection among the first rows, or all rows that a
-    token sees. A table of more than its rows is as wide as a longer request would need."""
+    """Make the compressed rows of the request. A C4 token lists some of the first ``selectable``
+    rows, a C128 token all rows that it sees. ``table_rows`` widens the table beyond the request."""
     size = PAGES[context.ratio]
     cache, table = draw.cache(size, (1, -(-context.compressed // size)))
     table = pad(table, (0, max(0, table_rows // size - table.shape[1])), value=-1)

@@ -73,8 +73,8 @@ class ByToken:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A tolerance: the absolute or the relative difference of an element must be within it, and
-    ``cosine`` bounds 1 - 2 ab / (aa + bb) over all elements."""
+    """Limits of a difference: each element must be within the absolute or the relative limit, and
+    1 - 2 ab / (aa + bb), with products summed over all elements, within ``cosine``."""
 
     absolute: float
     relative: float

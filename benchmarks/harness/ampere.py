@@ -1,4 +1,4 @@
-"""Run A100 code on a Hopper card: PTX of sm_80, which the card's ptxas accepts.
+"""Run A100 code on a Hopper card: PTX of sm_80, which ptxas compiles for the card.
 
 Tests check the results, which an A100 would compute too; ``benchmarks/ampere.py`` times the code on
 the Hopper card.
@@ -51,7 +51,7 @@ def _stages(
 
 
 def _forget() -> None:
-    """Unload this process's kernels, because Triton's table does not distinguish targets."""
+    """Unload this process's kernels, because Triton's table of kernels ignores the target."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # kernels must finish before Triton unloads them
     torch._dynamo.reset()

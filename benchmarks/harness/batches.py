@@ -67,7 +67,7 @@ def draw_batch(
     pages = tables.swa.gather(1, positions // spec.swa_block_size).long()
     slots = pages * spec.swa_block_size + positions % spec.swa_block_size
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * next_n
-    # clone, as Dynamo guards on the base of a view, which has a size of 1 for next_n = 1
+    # clone, because Dynamo guards on the base of a view, which has a size of 1 for next_n = 1
     slots, positions = slots.reshape(-1).clone(), positions.reshape(-1).clone()
     return Batch(requests, next_n, starts, seq_lens, slots, tables, positions)
 

@@ -68,7 +68,7 @@ class OpRow:
     compiled_us: float | None = None  # time per call, compiled with dynamic sizes
     eager_us: float | None = None  # time per call in a CUDA graph, without a compiler
     baseline_us: float | None = None  # time of the baseline on the same inputs
-    roofline_us: float | None = None  # time of the bytes at a large copy's rate, or of the FLOP
+    roofline_us: float | None = None  # the longer of the bytes at a large copy's rate, and the FLOP
     copy_us: float | None = None  # time of a copy of as many bytes
     bandwidth_gbs: float | None = None
     kernels: int | None = None  # kernels of one compiled call
@@ -104,7 +104,7 @@ class Checked:
     written: Written  # resets the tensors that the calls write
     ours: Sequence[Tensor]  # results of the compiled call for the first input set
     expected: Sequence[Tensor]  # the reference's results
-    wanted: Sequence[Sequence[Tensor]] = ()  # correct results by input set, or of all writing calls
+    wanted: Sequence[Sequence[Tensor]] = ()  # correct results by input set, or after all writes
 
 
 class OpBench:
@@ -188,7 +188,7 @@ class OpBench:
             at.row.say("baseline_note", f"{wrong} of {total} bytes differ")
 
     def others(self, row: OpRow, work: Work) -> Mapping[str, Callable[[], Function]]:
-        """Return other forms of our call with the same results, by the field of their time."""
+        """Return other forms of our call with the same results, by the field for their time."""
         return {}
 
     def measure(self, case: Case) -> OpRow:
@@ -224,7 +224,7 @@ class OpBench:
         """Return the device time of one call, in a graph of several calls.
 
         If a call reads little, its repeat in the same graph would find the data in the L2. For such
-        calls, a graph per call is more accurate, although the launch counts.
+        calls, a graph per call is more accurate, although its time includes the graph's launch.
         """
         calls = captured_calls(calls) if repeated else calls
         return Capture(calls).device_us(self.cold).median
@@ -349,7 +349,7 @@ def run_kernels(
     """Check and time kernels on CUDA; write rows, with ``more`` fields, and a table.
 
     A case is a row and a function. The function checks the case, and returns calls over rotating
-    inputs, by the name of the field for their time.
+    inputs, by the name of the row's field for their time.
     """
     device = chosen_device(options)
     if device.type != "cuda":

@@ -134,7 +134,7 @@ class Report:
         self.add(row)
 
     def raise_failures(self) -> None:
-        """Raise if a row has an error: as ``WrongResult`` if one row has a wrong result."""
+        """Raise if a row has an error: ``WrongResult`` if any result is wrong, else BenchError."""
         failed = [row["error"] for row in self.rows if row["error"]]
         wrong = [text for text in failed if text.startswith(WrongResult.__name__)]
         if failed:
@@ -168,8 +168,8 @@ def newest(rows: Sequence[Row]) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str] = (), match: str = "") -> str:
-    """Format a table of ``columns``, by default of all fields with a value in any row. It computes
-    ``times_faster`` and ``pct_of_roofline`` for rows with the fields for them."""
+    """Format a table of ``columns``, by default of all fields with a value in any row. Rows with
+    the necessary times get ``times_faster`` and ``pct_of_roofline``."""
     complete = [{**row, **_derived(row)} for row in rows]
     names = [name for name in columns if name]
     if not names:
@@ -204,7 +204,7 @@ def _has(rows: Sequence[Row], name: str) -> bool:
 
 
 def _derived(row: Row) -> Row:
-    """Return the baseline's time over ours, and the roofline's time over ours, in percent."""
+    """Return the baseline's time over ours, and the roofline's time in percent of ours."""
     ours = _first(row, _OURS)
     if not ours:
         return {}

@@ -36,7 +36,7 @@ def step_batch(
     device: torch.device,
     rows: Sequence[int] | None = None,
 ) -> Any:
-    """Make the last ``counts`` tokens of requests of ``lens``; all processes make equal tokens."""
+    """Make the last ``counts`` tokens of requests of lengths ``lens``, equal in all processes."""
     from dsv4_ops.integrations import transformers as v4
 
     made = torch.Generator().manual_seed(sum(lens))

@@ -35,7 +35,7 @@ def summary(samples: Sequence[float]) -> Timing:
 
 
 class Capture:
-    """A CUDA graph of successive ``calls``. It keeps their ``outputs``, so no two share memory."""
+    """A CUDA graph of successive ``calls``. It keeps all ``outputs``, so that none share memory."""
 
     def __init__(self, calls: Sequence[Call], before: Call | None = None) -> None:
         side = torch.cuda.Stream()

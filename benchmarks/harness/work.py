@@ -117,7 +117,7 @@ def poison(results: Sequence[Tensor]) -> None:
 
 
 def checked(work: Work, written: Written, call: Call) -> list[Tensor]:
-    """Return the outcome of ``call`` for the first input set, over initial contents or poison."""
+    """Reset what ``call`` writes (or poison its results); return its outcome for the first set."""
     written.reset()
     if not work.written:
         # free the results at once, so that the next call gets the same memory
