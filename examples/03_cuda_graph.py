@@ -1,7 +1,7 @@
 """A decode step as one CUDA graph: by torch.compile, and captured by hand.
 
-The host never reads from the device: tokens and lengths are tensors at fixed addresses, a replay
-reads them, and the host only launches the next replay. The step is captured twice: by
+The host never reads from the device: replays read tokens and lengths from tensors at fixed
+addresses, and the host only launches the next replay. The step is captured twice: by
 ``mode="reduce-overhead"``, which here raises where torch would silently run without a graph, and by
 ``torch.cuda.graph`` around the compiled step. Without a GPU the same loop runs the compiled step,
 and prints that there is no graph.

@@ -1,9 +1,9 @@
 """Prefill and decode as AOTInductor packages, and a C++ program that generates with them.
 
 ``export_prefill`` and ``export_decode`` each compile a patched Hugging Face model into a file.
-``aoti_runner/`` is linked to libtorch only. This program reads the list of tensors from the files,
+The C++ program ``aoti_runner/`` links libtorch only. It reads the list of tensors from the files,
 makes the caches, runs the prompts in chunks with the prefill package, generates with the decode
-package, and prints greedy tokens. The script compares these with Hugging Face's unpatched model.
+package, and prints greedy tokens. This script compares them with Hugging Face's unpatched model.
 
     python examples/04_aoti_export.py                        # two minutes or three
     python examples/04_aoti_export.py --package decode.pt2 --prefill prefill.pt2

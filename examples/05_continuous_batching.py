@@ -1,9 +1,9 @@
-"""Continuous batching, to read; to serve, use ``generate_batch``, ``dsv4_ops serve`` or vLLM.
+"""Show how continuous batching works. To serve a model, use an engine of docs/engines.md instead.
 
-docs/engines.md has these engines. This script shows how one works, with the scheduler in
-``continuous_batching.py``: requests come and go, blocks run out, and requests wait, or are
-preempted and start again. One compiled step of fixed shape serves every batch. At the end each
-request runs again alone, and all its logits have the same bits.
+The scheduler in ``continuous_batching.py`` is short enough to read. Requests come and go, and
+blocks run out, so that requests wait, or are preempted and start again. One compiled step of fixed
+shape serves every batch. At the end each request runs again alone, and all its logits must have the
+same bits.
 
     python examples/05_continuous_batching.py
     python examples/05_continuous_batching.py --requests 60
@@ -30,8 +30,8 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import real_text
 
-# tokens of a step must be a multiple of 8: PyTorch's eager kernels round a tensor's last numbers
-# differently if these do not fill a SIMD vector
+# the number of tokens in a step must be a multiple of 8: PyTorch's eager kernels round a tensor's
+# last numbers differently if they do not fill a SIMD vector
 TOKENS = 16
 SIZES = {"max_batch_size": 6, "max_cache_len": 512, "max_chunk": TOKENS, "num_blocks": 4}
 

@@ -1,7 +1,8 @@
-"""Decode DeepSeek-V3 with a cache that ranks share: each stores a part, and tokens stay the same.
+"""Decode DeepSeek-V3 with a cache that ranks share: each rank stores a part of every context.
 
-Every rank runs the same steps, and ranks store positions round-robin. torchrun starts the ranks,
-with gloo on CPUs and NCCL on GPUs; without torchrun the script itself starts two ranks.
+Every rank runs the same steps, and ranks store positions round-robin. The tokens equal those of one
+process. torchrun starts the ranks, with gloo on CPUs and NCCL on GPUs; without torchrun the script
+itself starts two ranks.
 
     python examples/09_context_parallel.py           # two processes on a CPU, uncompiled
     torchrun --nproc-per-node 4 examples/09_context_parallel.py --device cuda --compile

@@ -1,8 +1,8 @@
-"""Run a patched decode step with torch-tensorrt: projections and experts in engines, our ops not.
+"""Run a patched decode step with torch-tensorrt, with projections and experts in engines.
 
-`enable` preserves our ops' writes to the caches, which are inputs that change in place. The
-script compares the logits of some steps with those of the same model without engines. We did not
-run it with TensorRT (docs/tensorrt.md); tests compile the same program without engines.
+Our ops run outside of the engines. They write to the caches, which are inputs of the graph, and
+`enable` preserves these writes. The script compares logits with those of the same model without
+engines. We did not run it with TensorRT (docs/tensorrt.md); tests compile it without engines.
 
     python examples/10_tensorrt.py
 """

@@ -1,7 +1,7 @@
 """To serve a model, use ``generate_batch``, ``dsv4_ops serve`` or vLLM (docs/engines.md).
 
-This scheduler is to be read: it decides which tokens of which requests a step computes.
-The device repeats one step of fixed shape, and the decisions reach it as four small tensors:
+This scheduler is an example to read. It decides which tokens of which requests a step computes.
+The device repeats one step of fixed shape, whose inputs are four small tensors with the decisions:
 
 - Decodes come first, one token each; chunks of prompts fill the rest of the step.
 - Requests start in the order of their arrival, when a row and blocks for their tokens are free.
@@ -29,7 +29,7 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Number of tokens to compute before the next token can be chosen: 1 while decoding."""
+        """Number of tokens to compute before the next token can be chosen: 1 in a decode."""
         return len(self.tokens) - self.stored
 
 
@@ -43,7 +43,7 @@ class Scheduler:
         self.counts: dict[Request, int] = {}  # tokens of each request in the planned step
 
     def plan(self) -> StepBatch | None:
-        """Return the next step, or None without requests. Pass its results to ``commit``."""
+        """Return the next step, or None if no request runs. Pass its next tokens to ``commit``."""
         self.counts = {}
         for request in sorted(self.running, key=lambda each: each.left > 1):  # decodes first
             if request in self.running and self._reserve(request):
@@ -68,7 +68,7 @@ class Scheduler:
                 self.cache.free(request.name)
 
     def _reserve(self, request: Request) -> bool:
-        """Reserve blocks for all its tokens; return False if the request itself is preempted."""
+        """Reserve blocks for the request's tokens; return False if the request is preempted."""
         wanted = request.name, len(request.tokens)
         while self.cache.lacking_blocks(*wanted) > self.cache.num_free_blocks:
             youngest = self.running.pop()

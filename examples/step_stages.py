@@ -18,7 +18,7 @@ REST = "metadata: slots, windows, pages"
 
 
 class Stages:
-    """Measures the seconds of every stage with module hooks; nested stages do not count."""
+    """Measures the seconds of every stage with module hooks, without those of nested stages."""
 
     def __init__(self, model: Any) -> None:
         self.seconds: Counter[str] = Counter()
@@ -63,8 +63,8 @@ class Stages:
 
 
 def projects(name: str, module: nn.Module) -> bool:
-    """Return whether a step calls the module. The compressors' projections run in float32 unless
-    they have hooks, and other norms are part of an op."""
+    """Return whether a step calls the module. Steps multiply by the weights of the compressors'
+    projections in float32, without a call, unless they have hooks; ops compute the other norms."""
     if name in ("q_a_norm", "kv_norm"):
         return True
     of_compressor = "compressor" in name and name.endswith(("kv_proj", "gate_proj"))
@@ -72,7 +72,7 @@ def projects(name: str, module: nn.Module) -> bool:
 
 
 def name_kernels() -> None:
-    """Record the CPU kernels of the compiled step in the trace: functions of a generated module.
+    """Record the CPU kernels of the compiled step, functions of a generated module, in the trace.
     The profiler records GPU kernels itself."""
     from torch._inductor.codecache import PyCodeCache
 

@@ -45,13 +45,13 @@ _ENVIRONMENT = {
     "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
 }
 _YIELDING = ("count-stock",)
-"""Jobs that leave the cores to other jobs: the package takes longest, and the demo waits for the
-package."""
+"""Jobs that leave the cores to other jobs, because the package takes longest and the demo waits for
+it."""
 
 # Two kernels per layer unroll the iterations: the released number, 20, takes 15 s more to compile.
 SINKHORN_ITERATIONS = 3
 LAYERS_IN_TURN = (SPARSE, HEAVY, SLIDING)
-"""Kinds of V4's layers. The first two together have all ops, as all kinds attend to a window."""
+"""Kinds of V4's layers. The first two together run all ops, because every kind has a window."""
 LAYERS = 2
 
 

@@ -41,7 +41,7 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """The reason for which a measurement was not tried."""
+    """Why a measurement was not tried."""
 
     reason: str
 
@@ -76,7 +76,7 @@ class Graphs:
     limit: int
     """Number of recompiles that torch allows by default."""
     fails_at: int | None
-    """Number, from 1, of the decode step that raised at ``limit``, the default recompile limit."""
+    """Number of the decode step (the first is 1) that raised at the default recompile limit."""
     seconds: float
     """CPU seconds, because other processes run at the same time."""
     tokens: list[list[int]]
