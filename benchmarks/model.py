@@ -201,7 +201,7 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
 
 
 def _metadata(model: Any, batch: Any, cache: Any) -> Any:
-    """Time the metadata that all layers share, as the compiled step computes it."""
+    """Compute the metadata that all layers share, as the compiled step does."""
     from dsv4_ops.integrations.transformers.steps.step import build_step
 
     return build_step(model.dsv4_ops_spec, batch, cache, "decode", model.config.vocab_size)
