@@ -168,7 +168,7 @@ def _capture(step: functools.partial[Any], memory: Allocator, row: MemoryRow) ->
 
 
 def _checked(row: MemoryRow) -> MemoryRow:
-    """Return the row if the allocator's bytes equal the computed bytes; raise otherwise."""
+    """Return the row if the allocator's bytes agree with the computed bytes; else raise."""
     found, computed = row.allocated_gb, row.computed_gb
     if found is not None and computed and abs(found / computed - 1) > CLOSE:
         raise WrongResult(f"memory: the allocator has {found} GB of {row.part}, not {computed}")

@@ -2,7 +2,7 @@
 
 Without a folder the script writes a tiny checkpoint in the released format, with random weights,
 and runs that. FP8 and FP4 weights stay as they are in the files. The decode step is compiled by
-kind of layer, one part after the other, and stored in a file for the next process.
+kind of layer, one part after the other, and stored for the next process.
 
     python examples/11_checkpoint.py            # minutes, most of them in Inductor
     python examples/11_checkpoint.py --eager    # without a compiler

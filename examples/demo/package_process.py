@@ -2,7 +2,7 @@
 
     python -I package_process.py PACKAGE INPUTS
 
-``INPUTS`` is a ``torch.save`` of the package's inputs in their order (tokens, query_start_loc,
+``INPUTS`` is a file of ``torch.save`` with the package's inputs in order (tokens, query_start_loc,
 seq_lens, then tables and caches, which the package writes to) and the number of steps. The demo
 runs this file by its path, not as a module, so that the process imports no other file of ours.
 """
@@ -29,7 +29,7 @@ def main(package: str, inputs: str) -> None:
     import torch
 
     if not sys.stdin.readline():
-        return  # an empty line: no package was written
+        return  # end of input: no package was written
     saved = torch.load(inputs)
     tokens, starts, seq_lens, *rest = saved["inputs"]
     step = torch._inductor.aoti_load_package(package)
