@@ -53,7 +53,7 @@ SIZES: dict[str, list[tuple[int, int, int]]] = {
         for op in _INDEXER
     },
 }
-"""Tokens, heads, and rows (of the compressed cache, of the list, or of a request)."""
+"""Tokens, heads and rows, by op: rows of the compressed cache, of the list, or of a request."""
 
 _GATHERED_ROWS = 30000
 
@@ -102,7 +102,7 @@ def forms(op: str, library: str, size: tuple[int, int, int]) -> dict[str, list[C
 
 
 def main() -> int:
-    """Print a line per op and sizes; return 1 if no library runs here."""
+    """Print a line per op and size; return 1 if no library runs here."""
     able = [name for name in LIBRARIES if not unusable(name)]
     for name in set(LIBRARIES) - set(able):
         print(f"{name}: {unusable(name)}", file=sys.stderr)

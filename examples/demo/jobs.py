@@ -162,7 +162,7 @@ class Job:
     Args:
         name: One of ``JOBS``.
         work: The run.
-        progress: The clock for the job's lines.
+        progress: The demo's progress; the job's lines show the time since the same start.
     """
 
     def __init__(self, name: str, work: Work, progress: Progress) -> None:
