@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import PriorityQueue
 from threading import Semaphore, Thread
 from typing import Any
@@ -52,14 +52,21 @@ def kernels_in_workers() -> Iterator[None]:
     from dsv4_ops.lowering import _compat
 
     compiler: Any = _compat.AsyncCompile
-    compile_kernel = compiler.triton
+    # torch's method, also if another thread has replaced it and ends first
+    compile_kernel = vars(compiler.triton).get(_REPLACED, compiler.triton)
+    waits = True
 
     @functools.wraps(compile_kernel)
     def wait_and_compile(self: Any, *args: Any, **settings: Any) -> Any:
-        with suppress(Exception):  # without workers, this process compiles
-            self.wait_pool_ready(_MOST_SECONDS)
+        nonlocal waits
+        if waits:
+            try:
+                self.wait_pool_ready(_MOST_SECONDS)
+            except Exception:  # without workers, this process compiles
+                waits = False
         return compile_kernel(self, *args, **settings)
 
+    vars(wait_and_compile)[_REPLACED] = compile_kernel
     compiler.triton = wait_and_compile
     try:
         yield
@@ -69,6 +76,9 @@ def kernels_in_workers() -> Iterator[None]:
 
 _MOST_SECONDS = 60
 """Maximum time to wait for the workers' start."""
+
+_REPLACED = "dsv4_ops_replaced"
+"""Attribute of our method that holds torch's method."""
 
 
 class _Sender:
