@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.types import ABSENT
+from dsv4_ops.core.types import ABSENT, INT32_MAX
 from dsv4_ops.reference.common import quotient, remainder, table_entries, valid_tokens
 
 
@@ -25,7 +25,8 @@ def compressed_slot_mapping(
     completes = completes & (remainder(position, compress_ratio) == compress_ratio - 1)
     local = position
     if cp_world_size > 1:
-        turn = cp_interleave * cp_world_size
+        # torch would wrap a larger divisor to int32, to 0 say; no position is as large
+        turn = min(cp_interleave * cp_world_size, INT32_MAX)
         local = quotient(position, turn) * cp_interleave + remainder(position, cp_interleave)
     row = quotient(local, compress_ratio)
     column = quotient(row, block_size)

@@ -136,6 +136,14 @@ def _cases() -> list[Case]:
         _of_one(
             "turns of one rank do not matter", two, {3: 6, 7: 7, 11: 16}, **small, cp_interleave=3
         ),
+        _of_one(
+            "turns beyond int32",
+            two,
+            {3: 6, 7: 7, 11: 16},
+            block_size=2,
+            cp_world_size=4,
+            cp_interleave=2**30,
+        ),
         _case("no token", [two], **small),
         _case("no column", [[], []], (3, 0, 0, -1), (7, 1, 0, -1), **small),
         Case(
