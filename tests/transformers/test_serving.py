@@ -199,8 +199,10 @@ def test_other_routes(server, texts, folder):
     assert (status, answer["choices"][0]["text"]) == (200, texts("The sky"))
     path = Path(folder)
     for name in (path.name, f"{path}/", f"{path.parent}/./{path.name}"):
-        assert post(server, CHAT, chat("x", n=1, logprobs=False, model=name))[0] == 200
-    body = {"input": "one", "max_output_tokens": 8}
+        body = chat("x", n=1, logprobs=False, model=name, chat_template_kwargs=None)
+        body |= {"max_tokens": None, "generation_config": '{"max_length": 9.0}', "seed": -(2**63)}
+        assert post(server, CHAT, body | {"temperature": 10**30})[0] == 200
+    body = {"input": "one", "max_output_tokens": 8.0}
     assert isinstance(post(server, "/v1/responses", body | {"stream": True})[1], str)
     status, answer = post(server, "/v1/responses", body)
     (message,) = answer["output"]
@@ -244,6 +246,8 @@ def test_tools_come_into_a_prompt_whose_template_has_them(server, monkeypatch):
     assert (status, answer["usage"]["prompt_tokens"]) == (200, len("nameuser: x\n"))
     body = {"input": "x", "tools": [{"type": "function", **TOOL["function"]}]}
     assert post(server, "/v1/responses", body)[1]["usage"]["input_tokens"] == len("nameuser: x\n")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles') }}")
+    assert "got TemplateError: roles." in post(server, CHAT, chat("x"))[1]["error"]["message"]
 
 
 @needs_server
@@ -273,7 +277,8 @@ BAD = [
           ("max_completion_tokens", "an integer of at least 1", []),
           ("temperature", "a number", "x", True), ("top_p", "a number", {}),
           ("seed", "an integer of 64 bits", "x", 1.5, 2**63), ("stream", "true or false", "x", 1),
-          ("model", "a string", 5), ("chat_template_kwargs", "an object", [1]),
+          ("model", "a string", 5),
+          ("chat_template_kwargs", "an object without chat_template", [1], {"chat_template": ""}),
           ("tools", "a list of objects", "x", [5]),
           ("generation_config", "a string that holds a JSON object", {}, "{", "[]"))
       for value in values),
@@ -282,12 +287,16 @@ BAD = [
     (CHAT, chat([{"type": "image_url", "image_url": {}}]), "text, got image_url."),
     (CHAT, chat("x", max_tokens=None, generation_config='{"max_length": 8}'),
      "The prompt must have fewer tokens than max_length = 8, got 8. Pass max_tokens."),
+    (CHAT, chat("x", generation_config="[" * 10**5), "got RecursionError: "),
+    (CHAT, chat("x") | {"\ud800": 1}, "\\ud800 is not supported. Leave it out."),
     (CHAT, chat("x", model="other"), "pinned"),
     (CHAT, chat("x" * 95), LONG),
     (CHAT, chat("x" * 95, stream=True), LONG),
     (TEXT, {"prompt": ""}, "The prompt must have at least one token."),
     (TEXT, {"prompt": 5}, "prompt must be a text, tokens, or a list of these, got 5."),
     (TEXT, {"prompt": "x", "suffix": 5}, "suffix must be a string, got 5."),
+    *(("/v1/responses", {"input": items}, "content must be text, got input_image.")
+      for items in ([{"type": "input_image"}], chat([{"type": "input_image"}])["messages"])),
     *(("/v1/responses", body, f"input must be a text, or a list of messages, got {got}")
       for body, got in (({}, "nothing"), ({"input": [5]}, "[5]"), ({"input": 5}, "5"))),
     ("/v1/responses", {"input": "x", "max_output_tokens": "x"}, "max_output_tokens must be an int"),
@@ -458,6 +467,7 @@ REFUSED = {
     "{plain} --port -1": "--port must be at least 0, got -1. Pass 0 or more.",
     "{plain} --port {port}": "--port must be free to listen at, got ",
     "{plain} --host 192.0.2.1": "--host must be an address of this machine, got '192.0.2.1': ",
+    "{plain} --host .": "--host must be an address of this machine, got '.': ",
     "{plain} --max-cache-len 0": "--max-cache-len must be at least 1, got 0.",
     "{plain} --max-cache-len 99999999999": "--max-cache-len must be at most 2147483647, got 9",
     "{plain} --max-requests 16384": "--max-requests must be at most 16383, got 16384. Pass 16383",

@@ -16,6 +16,7 @@ import math
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -28,6 +29,7 @@ import torch
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from tokenizers.decoders import DecodeStream
 from transformers import AutoConfig, CompileConfig, ContinuousBatchingConfig
@@ -89,6 +91,15 @@ _HARMLESS = {
     "safety_identifier", "service_tier", "store", "stream_options", "user",
 }  # fmt: skip
 """Fields that have no effect on an answer. Such a field may have any value."""
+
+_TEXTS = {"text", "input_text", "output_text"}
+"""Types of parts of a content that Hugging Face's handlers read for a model of texts. They would
+drop other parts without a word."""
+
+_CAUSED_BY_BODIES = (
+    AttributeError, KeyError, RecursionError, TypeError, ValueError, TemplateError,
+)  # fmt: skip
+"""Errors that Hugging Face's handlers and chat templates raise for bad requests."""
 
 _prompt_tokens: ContextVar[list[int] | None] = ContextVar("prompt_tokens", default=None)
 """The tokens of a prompt that a client sent as tokens. Hugging Face's handler takes only texts."""
@@ -359,19 +370,15 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             try:
                 _check_types(body, needed)
                 _check_fields(body, ignored, self._tokenizer)
-                kinds = {
-                    part["type"]
-                    for message in body.get("messages") or ()
-                    if isinstance(message.get("content"), list)
-                    for part in message["content"]
-                }
-                if kinds - {"text"}:
-                    raise HTTPException(400, f"content must be text, got {min(kinds - {'text'})}.")
+                kinds = {part.get("type") for part in _parts(body)} - _TEXTS
+                if kinds:
+                    raise HTTPException(400, f"content must be text, got {min(map(str, kinds))}.")
+                given = {name: value for name, value in body.items() if value is not None}
                 own = {"model": self.path} if self._is_own(body.get("model")) else {}
-                return await handle({"stream": False, **body, **own}, request_id)
+                return await handle({"stream": False, **given, **own}, request_id)
             except (HTTPException, CBWorkerDeadError):
                 raise
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+            except _CAUSED_BY_BODIES as error:
                 _log.info("a request was refused", exc_info=True)
                 raise HTTPException(
                     400,
@@ -499,7 +506,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
                     f"got {len(prompt)}. Pass max_tokens.",
                 )
             wanted = longest - len(prompt)
-        gen_config.max_new_tokens = most_new if wanted is None else min(wanted, most_new)
+        gen_config.max_new_tokens = most_new if wanted is None else int(min(wanted, most_new))
         request_id = f"{request_id}-{next(self._count)}"
         self._cb.sampling[request_id] = _sampling(gen_config, self._cb.model.config.vocab_size)
         return request_id
@@ -640,13 +647,16 @@ def _check_address(checks: Checks, host: str, port: int) -> None:
     """Raise if the server could not listen at an address."""
     name, must, do = "host", "be an address of this machine", "Pass 127.0.0.1, or 0.0.0.0 for all"
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, _, _, address = found[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         got = f"{host!r}: {error}"
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
             name, must, do = "port", "be free to listen at", "Pass another, or 0 for a free one"
             got = f"{port}: {error}"
         raise checks.error(name, must=must, got=got, do=do) from error
@@ -681,7 +691,7 @@ def _check_values(fields: dict[str, Any], types: dict[str, _Type], owner: str) -
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < INT64_MAX)
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 def _is_item(value: Any) -> bool:
@@ -697,6 +707,18 @@ def _is_item(value: Any) -> bool:
             )
         )
     )
+
+
+def _parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of all contents. An ``input`` without roles is one content."""
+    items = body.get("messages") or body.get("input") or ()
+    if isinstance(items, str):
+        return
+    if items and "role" not in items[0]:
+        items = [{"role": "user", "content": items}]
+    for item in items:
+        if "role" in item and isinstance(item.get("content"), list):
+            yield from item["content"]
 
 
 def _are_messages(value: Any) -> bool:
@@ -719,7 +741,8 @@ def _is_type(*types: type) -> Callable[[Any], bool]:
 
 
 def _is_int(least: int, most: float = math.inf) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and least <= value <= most
+    """Also for 5.0, which is an integer in JSON."""
+    return lambda value: type(value) in (int, float) and least <= value <= most and value % 1 == 0
 
 
 _Type = tuple[str, Callable[[Any], bool]]
@@ -731,9 +754,12 @@ _TYPES: dict[str, _Type] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _COUNT),
     **dict.fromkeys(("temperature", "top_p"), _NUMBER),
     **dict.fromkeys(("model", "instructions", "suffix"), _STRING),
-    "seed": ("an integer of 64 bits", _is_int(-INT64_MAX, INT64_MAX)),
+    "seed": ("an integer of 64 bits", _is_int(-INT64_MAX - 1, INT64_MAX)),
     "stream": ("true or false", _is_type(bool)),
-    "chat_template_kwargs": ("an object", _is_type(dict)),
+    "chat_template_kwargs": (
+        "an object without chat_template",  # a client's template might run for ever
+        lambda value: isinstance(value, dict) and "chat_template" not in value,
+    ),
     "generation_config": ("a string that holds a JSON object", _is_json_object),
     "messages": ("a list of messages, each with a role, and a text or parts", _are_messages),
     "prompt": ("a text, tokens, or a list of these", _is_type(str)),
@@ -868,7 +894,9 @@ def _handler(answer: Callable[[Any], tuple[int, str, Any]]) -> Callable[..., Any
     async def handle(_: Any, error: Exception) -> Any:
         status, message, headers = answer(error)
         kind = "invalid_request_error" if status < 500 else "server_error"
-        content = {"error": {"message": message, "type": kind, "code": status}}
+        # a client's text may hold half of a character, which no encoding has
+        text = str(message).encode(errors="backslashreplace").decode()
+        content = {"error": {"message": text, "type": kind, "code": status}}
         return JSONResponse(content, status, headers)
 
     return handle
