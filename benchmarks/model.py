@@ -220,13 +220,13 @@ def _profile_kernels(row: ModelRow, call: Callable[[], Any]) -> None:
 
 _STAGES = {
     "experts": (
-        "cutlass13device_kernel", "grouped_gemm", "grouped_mm", "gate_up_kernel", "down_kernel",
-        "expert_plan_kernel", "quantize_ordered_kernel", "expert_counts_kernel",
-        "round_rows_kernel", "order_scales_kernel", "gate_up_by_blocks_kernel",
-        "down_by_blocks_kernel",
+        "cutlass13device_kernel", "grouped_gemm", "grouped_mm", "gate_up_", "down_kernel",
+        "down_by_blocks_kernel", "expert_plan_kernel", "quantize_ordered_kernel", "order_scales_",
+        "expert_counts_kernel", "round_rows_kernel", "combine_experts",
     ),
-    "attention": ("split_keys", "join_splits", "prefill_keys"),
-    "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),
+    "attention": ("split_keys", "combine_splits", "combine_listed", "prefill_keys"),
+    "indexer": ("select_ke", "score_keys", "keep_keys", "indexer", "merge_groups", "merge_parts",
+                "quantize_query"),
     "compressor": ("compress_and_insert", "compressor_states", "pool_windows", "insert_pooled"),
     "insert": ("qnorm_rope", "insert"),
     "projections": (
