@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("op", metavar="OP", help="name of an op, as in `list`")
     show.add_argument("--json", action="store_true", help="machine-readable")
     explain = commands.add_parser(
-        "explain", help="what impl='auto' takes here, and from which sizes on"
+        "explain", help="which implementation impl='auto' runs here, and from which sizes on"
     )
     explain.add_argument("op", metavar="OP", nargs="?", help="an op with a choice; default: all")
     explain.add_argument("--json", action="store_true", help="machine-readable")

@@ -117,7 +117,7 @@ def main() -> int:
         default=16,
         help="to generate per prompt",
     )
-    parser.add_argument("--direct", action="store_true", help="do not ask for CMake")
+    parser.add_argument("--direct", action="store_true", help="call the compiler, without CMake")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -39,8 +39,7 @@ class Context(NamedTuple):
             "baseline_us is FlashMLA alone, over bf16 rows gathered before; baseline_whole_us is "
             f"vLLM's gather of {self.compressed} C{self.ratio} and {self.window} window rows to "
             f"bf16, of one request of {self.length} tokens, its combined indices, and FlashMLA. "
-            "Its gather is the kernel in Triton, where on an NVIDIA GPU it takes another in the "
-            "CuTe DSL"
+            "The gather is vLLM's Triton kernel; on NVIDIA GPUs vLLM runs one in the CuTe DSL"
         )
 
 

@@ -35,7 +35,7 @@ def add_cases(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
 
     add = parser.add_argument
     add("--cases", type=chosen, metavar="A,B,..", help=f"any of {','.join(groups)}; default: all")
-    add("--match", metavar="TEXT", help="only cases whose names hold this: 'Pro', '64 x'")
+    add("--match", metavar="TEXT", help="only cases whose names contain this: 'Pro', '64 x'")
     add("--max-seconds", type=size, metavar="N", help="start no case later than that")
 
 
