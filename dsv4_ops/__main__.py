@@ -149,9 +149,11 @@ def _serve(options: argparse.Namespace) -> int:
 
     def named(error: Exception) -> str:
         """Spell the options in an error message as on the command line."""
-        text = re.sub(rf"^serve: ({'|'.join(settings)}) must", r"serve: --\1 must", str(error))
-        for name in filter(lambda name: "_" in name, settings):
-            text = re.sub(rf"(?:--)?\b{name}\b", f"--{name.replace('_', '-')}", text)
+        names = "|".join(settings)
+        text = re.sub(rf"^serve: ({names}) must", r"serve: --\1 must", str(error))
+        text = re.sub(rf"\b({names})='(\w+)'", r"--\1 \2", text)
+        for name in filter(lambda name: "_" in name, settings):  # a path may contain such a name
+            text = re.sub(rf"(?<![\w/])(?:--)?{name}(?![\w/])", f"--{name.replace('_', '-')}", text)
         return text
 
     try:
