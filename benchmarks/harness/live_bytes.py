@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Return the maximum bytes that ``call`` holds at once, without earlier tensors."""
+    """Return the maximum bytes that ``call`` holds at once; earlier tensors do not count."""
     counted = LiveBytes()
     with torch.no_grad(), counted:
         call()

@@ -241,8 +241,8 @@ def build_attention_step(
         ``AttentionStep`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as the underlying ops; or more than 16383 tokens with a plan or a
-            schedule.
+        ValueError, TypeError: as the underlying ops; also if a step with a plan or a schedule has
+            more than 16383 tokens.
 
     Example:
         >>> import torch

@@ -36,8 +36,8 @@ def split_prefill_chunks(
 ) -> PrefillChunks:
     """Split prefill requests into chunks on the device.
 
-    A request is added to a chunk if the chunk's key rows then stay within ``workspace_size``, and
-    the chunk's query rows times its key rows within ``max_logits_bytes`` / 4. A request that
+    A request is added to a chunk if the chunk then has at most ``workspace_size`` key rows, and if
+    its query rows times its key rows are at most ``max_logits_bytes`` / 4. A request that
     exceeds a limit by itself gets chunks of its own. They divide the request's query rows, so that
     each chunk stays within the logits limit or has a single query row. They do not divide the
     request's keys, so make ``workspace_size`` at least the key rows of the longest request.

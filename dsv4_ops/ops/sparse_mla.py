@@ -295,8 +295,8 @@ def flash_mla_metadata(
         token, whether the first and whether the last token is split, and 0. A part without work
         begins at num_tokens. The num_tokens + 1 numbers after these rows are FlashMLA's num_splits:
         for each token, the number of splits of all earlier tokens, then the total. The remaining
-        numbers are 0. A call derives num_sm_parts from the tensor's rows and the call's number of
-        tokens, so FlashMLA refuses the tensor in a call with another number of tokens.
+        numbers are 0. A decode derives num_sm_parts from the tensor's rows and its own number of
+        tokens, so FlashMLA refuses the tensor in a decode of another number of tokens.
 
         If a call has other lengths than the plan, FlashMLA silently skips keys or reads past the
         lists.

@@ -85,7 +85,7 @@ def test_adversarial_boundaries_read_nothing_outside(compiled):
     "dtype", [FP8, *nightly("codes", torch.bfloat16, torch.int32, torch.bool)], ids=str
 )
 def test_compiled_for_every_kind_of_dtype(dtype):
-    """Each direction is one graph with one loop, for sizes that change."""
+    """One graph serves all sizes; packing and unpacking have one loop each."""
     torch._dynamo.reset()
 
     def call(x, starts):

@@ -166,7 +166,8 @@ def gather_ragged(
     block_size: int,
     offset: int,
 ) -> None:
-    """Gather into a workspace with ``num_rows`` rows per request, from row ``offset`` on.
+    """Gather into a workspace with ``num_rows`` rows per request. Row ``offset`` of a request's
+    part gets its first row.
     ``num_reqs`` and ``num_rows - offset`` are positive."""
     main, capacity = MainLayout(block_size), num_rows - offset
     counts = seq_lens if gather_lens is None else gather_lens

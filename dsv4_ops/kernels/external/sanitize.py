@@ -209,8 +209,8 @@ def fill_absent_kernel(
     logits, logits_stride, num_columns,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store -inf as the logit of each row that is past the length passed to the library, or in an
-    absent block. The kernel reads no logit."""
+    """Store -inf as the logit of each row that is in an absent block, or beyond the length that the
+    library was given. The kernel reads no logit."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -206,7 +206,8 @@ def speculative_prefill(
         See ``speculative_step``. Every request has one new token and no accepted drafts. Results of
         requests with a ``following`` token are undefined.
 
-    Mutates, Raises, Compile: see ``speculative_step``; requests may have any number of tokens.
+    Mutates, Raises, Compile: as ``speculative_step``, except that requests may have different
+    numbers of tokens.
     """
     op = "speculative_prefill"
     checks = Checks(op)

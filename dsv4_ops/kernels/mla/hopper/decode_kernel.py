@@ -245,7 +245,7 @@ def _logit_scale(scales, SCALE: gl.constexpr):
 @gluon.jit
 def _as_float16(smem, q_rope_smem):
     """Reinterpret the shared memory as float16, for rows of codes. float16 represents every code
-    exactly, and P with more bits than bf16 does."""
+    exactly, and keeps more bits of P than bf16 does."""
     kv_left_smem, kv_right_smem = smem.kv
     ROWS: gl.constexpr = smem.q.layout
     q_smem = reinterpret(smem.q, gl.float16, [1, HEADS, 2 * WIDTH], ROWS)
