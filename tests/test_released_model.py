@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
@@ -12,6 +13,7 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
+from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.modules import fused_projections, split
 from dsv4_ops.integrations.transformers.modules.replacement import with_methods
 from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns
@@ -87,11 +89,12 @@ def logits(model):
     return torch.cat(found)
 
 
-def ask_for_kernels(model, cache):
-    """A step with fake tensors requests kernels, calls no other rank and changes no module."""
+def run_dry(model, cache):
+    """Steps with fake tensors request kernels or check, call no other rank and change no module."""
     before = [each.data_ptr() for each in model.buffers()]
-    dry_run = DryRuns(v4.decode_step)
-    dry_run._run(with_methods(model), cache.tensors, 2, 2, {}, kernel_requests(object()))
+    dry_run, copied = DryRuns(v4.decode_step), with_methods(model)
+    dry_run._run(copied, cache.tensors, 2, 2, {}, kernel_requests(object()))
+    assert dry_run.passes(copied, cache.tensors, 2, 2, {})
     assert [each.data_ptr() for each in model.buffers()] == before
 
 
@@ -128,7 +131,7 @@ def rank_parts(rank, folder):
         assert model.model.layers[0].mlp.shared_experts.dsv4_ops_fused.weight.shape == (256, 256)
         cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
         if rank == 0:
-            ask_for_kernels(model, cache)
+            run_dry(model, cache)
         shared = model.model.layers[0].mlp.shared_experts
         rows, compiled = torch.randn(3, 256).bfloat16(), torch.compile(shared, backend="eager")
         assert torch.equal(compiled(rows), shared(rows))  # no read of a part of a fused weight
@@ -166,3 +169,33 @@ def test_ranks_have_their_parts_of_the_whole(tmp_path):
         want = logits(v4.patch(released_model(SPLIT, device="cpu")))
     torch.save(want, tmp_path / "want.pt")
     run_ranks(2, rank_parts, tmp_path, tmp_path, seconds=120)
+
+
+@torch.no_grad()
+def rank_decodes(rank, folder):
+    """Return the number of graphs that a compiled step of this process traces."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ["DSV4_OPS_CACHE"] = str(folder / "parts")
+    precompiled.environment = lambda settings: "here"  # graphs run without Inductor
+    model = released_model(SPLIT, device="cpu", distributed=split_over(2))
+    v4.patch(model, parallel=ContextParallel.of(interleave=2))
+    step = v4.compile_step(model, mode="regional", dynamic=True, backend="eager")
+    caches = [v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64) for _ in range(2)]
+    for each in caches:
+        each.add("a", num_tokens=8), each.add("b", num_tokens=8)
+    for starts, lens in (([0, 3, 4], [3, 1]), ([0, 1, 2], [4, 2]), ([0, 1], [5])):
+        ints = (torch.tensor(v, dtype=torch.int32) for v in (starts, lens, range(len(lens))))
+        batch = v4.StepBatch(torch.arange(starts[-1]), *ints)
+        assert torch.equal(step(batch, caches[0]), v4.decode_step(model, batch, caches[1]))
+    return counters["stats"]["unique_graphs"], len(step.parts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_the_next_ranks_trace_nothing(tmp_path):
+    """Each rank keeps parts of its own for the next process of the same rank."""
+    pytest.importorskip("accelerate", reason="transformers splits models with it")
+    assert run_ranks(2, rank_decodes, tmp_path, tmp_path, seconds=120) == [(5, 5)] * 2
+    parts = [path for path in (tmp_path / "parts").rglob("*") if path.is_file()]
+    assert len(parts) == 2 * 5
+    assert run_ranks(2, rank_decodes, tmp_path, tmp_path, seconds=120) == [(0, 5)] * 2

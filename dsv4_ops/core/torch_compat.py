@@ -44,6 +44,7 @@ __all__ = [
     "group_sends",  # ProcessGroup._get_backend: 2.11, 2.13
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
+    "has_fake_mode",  # torch._guards.detect_fake_mode: 2.11, 2.13, 2.15
     "has_function_modes",  # torch._C._len_torch_function_stack: 2.13
     "note_trace",
     "noted_trace",  # torch._guards.TracingContext, ShapeEnv.guards and var_to_sources: 2.11, 2.15
@@ -187,6 +188,13 @@ def without_kernel_table() -> Iterator[None]:
         table.id_to_kernel, table.constant_args = kernels, constants
 
 
+def has_fake_mode() -> bool:
+    """Whether tensors that calls return are fake."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode() is not None
+
+
 def has_function_modes() -> bool:
     """Whether a mode, for example ``torch.set_default_device``, intercepts calls of torch."""
     return bool(torch._C._len_torch_function_stack())
@@ -269,10 +277,9 @@ def guard_or_false(condition: Any) -> bool:
 def only_looks_ahead() -> bool:
     """Whether a compiler runs a function on fake tensors without tracing it. AOTAutograd does so
     first, to find out what the graph returns and mutates."""
-    from torch._guards import detect_fake_mode
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # imports sympy
 
-    return get_proxy_mode() is None and detect_fake_mode() is not None
+    return get_proxy_mode() is None and has_fake_mode()
 
 
 def process_group(name: str) -> Any:

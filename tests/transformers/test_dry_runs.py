@@ -14,7 +14,7 @@ from dsv4_ops.integrations.transformers.steps import dry_runs
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
 from dsv4_ops.kernels import precompile
 from dsv4_ops.lowering import workers as inductor
-from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
 
 DECODE = {"state_rings": False}
@@ -166,7 +166,7 @@ def test_a_trace_checks_what_no_dry_run_did(decode, monkeypatch):
     """If the model has a user's forward, a dry run cannot check it, so the trace does."""
     model, batch, cache = decode
     logits = v4.decode_step(model, batch, cache.tensors)
-    monkeypatch.setattr(dry_runs, "_calls_others", lambda model: True)
+    monkeypatch.setattr(dry_runs, "calls_users", lambda model: True)
     other = v4.compile_step(model, mode="regional", dynamic=True, backend="eager")
     layer = cache.tensors.layers[0]
     signed = layer.swa.view(torch.int8)
@@ -175,6 +175,17 @@ def test_a_trace_checks_what_no_dry_run_did(decode, monkeypatch):
     cache.free("a")
     assert cache.add("a", num_tokens=9) == int(batch.rows)
     assert torch.equal(other(batch, cache), logits)
+
+
+def test_a_dry_run_updates_no_copies_of_weights():
+    """The next step does, if a weight changed."""
+    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
+    attention, dry = model.model.layers[0].self_attn, dry_runs.DryRuns(decode_step)
+    before = dict(vars(attention)), dict(attention._buffers)
+    attention.kv_b_proj.weight.data = attention.kv_b_proj.weight.detach() + 1
+    assert dry.passes(model, cache_of(model, 1, 64), 1, 1, {})
+    assert all(vars(attention)[name] is each for name, each in before[0].items())
+    assert all(attention._buffers[name] is each for name, each in before[1].items())
 
 
 def test_checks_are_left_out_of_traces_only():

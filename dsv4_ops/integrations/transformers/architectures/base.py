@@ -13,8 +13,8 @@ from torch import Tensor
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.errors import argument_error, install_extra, kind_of
 from dsv4_ops.core.registry import AUTO
+from dsv4_ops.core.torch_compat import has_fake_mode
 from dsv4_ops.core.types import TokenMap
-from dsv4_ops.dispatch import kernel_requests
 from dsv4_ops.integrations.transformers.modules.bf16_experts import Bf16Experts
 from dsv4_ops.integrations.transformers.modules.quantized import QuantizedWeights
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite, refresh
@@ -360,7 +360,7 @@ class ModelSpec(ABC):
         Pass ``copies_only`` if all other buffers still share the weights' memory: then only the
         buffers that copy weights need an update.
         """
-        if torch.compiler.is_compiling() or kernel_requests.are_on():
+        if torch.compiler.is_compiling() or has_fake_mode():
             return
         rewrites = self.rewrites
         refresh(op, body, [one for one in rewrites if one.copies_weights or not copies_only])

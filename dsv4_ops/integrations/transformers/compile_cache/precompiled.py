@@ -2,7 +2,8 @@
 
 A stored part has the results of Dynamo, AOTAutograd and Inductor, as torch saves them for
 ``aot_compile``, but no guards of Dynamo. In place of guards, a part has a name, which
-``environment`` and ``described`` compute. No name depends on numbers in tensors.
+``environment`` and ``described`` compute. No name depends on numbers in tensors. The name covers the
+process groups that a step uses, and this process's rank in each.
 
 - With fixed sizes, the name is a digest of all that a trace can read of the process, the model, the
   batch and the cache.
@@ -74,7 +75,8 @@ from dsv4_ops.core.torch_compat import (
 )
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.integrations.transformers.compile_cache import kernel_files
-from dsv4_ops.integrations.transformers.modules.replacement import SOURCE
+from dsv4_ops.integrations.transformers.modules.replacement import SOURCE, is_split, local
+from dsv4_ops.integrations.transformers.modules.split import FORWARD_OF_PLAN
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _WITH_OPS = ("dsv4_ops.kernels.", "dsv4_ops.lowering.")
 """Modules that register ops at import; a trace imports some of these modules."""
 
-_UNREAD = ("layer_idx", SOURCE, "generation_config")
+_UNREAD = ("layer_idx", SOURCE, "generation_config", FORWARD_OF_PLAN)
 """Attributes of modules that differ between layers of a kind, or between processes; ``compiled``
 checks that no trace reads these attributes."""
 
@@ -149,7 +151,8 @@ def described(values: Sequence[Any], watch: Watch | None = None) -> str:
     tensors are shared or share memory in both. Attributes that only number layers are left out.
 
     Raises:
-        Undescribed: a value is a process group, a tensor subclass, or an object without attributes.
+        Undescribed: a value is a process group, a tensor subclass other than a distributed tensor,
+            or an object without attributes.
     """
     walk = _Walk(Watch() if watch is None else watch)
     for value in values:
@@ -228,6 +231,11 @@ class _Walk:
         self._add_all(*items, *items.values())
 
     def _add_tensor(self, tensor: Tensor) -> None:
+        if is_split(tensor):
+            whole: Any = tensor
+            ranks = whole.device_mesh.mesh.tolist()
+            self._words.append(f"{whole.placements} of {tuple(whole.shape)} on ranks {ranks}")
+            tensor = local(tensor)
         if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
             raise Undescribed(f"a tensor of {type(tensor).__name__}, {tensor.layout}")
         form = _form(tensor)

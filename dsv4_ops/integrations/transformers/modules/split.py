@@ -35,7 +35,7 @@ SPLIT = "dsv4_ops_split"
 """Attribute of a split module that holds its ``Split``."""
 _OWN = "dsv4_ops_own_weight"
 """Buffer with this rank's rows of an embedding or a head."""
-_BEFORE = "_dsv4_ops_split_forward"
+FORWARD_OF_PLAN = "_dsv4_ops_split_forward"
 """Attribute that holds the forward that Hugging Face's tensor-parallel plan set."""
 
 
@@ -62,6 +62,14 @@ def split_of(module: Any) -> Split | None:
     """Return how a module of a patched model is split, or None."""
     split: Split | None = vars(module).get(SPLIT)
     return split
+
+
+def groups_of(model: Any, parallel: ContextParallel | None) -> tuple[Any, ...]:
+    """Return the name, the ranks, and this process's rank of each group in which a step sends."""
+    names = {split.group for split in map(split_of, model.modules()) if split is not None}
+    if parallel is not None and parallel.world_size > 1:
+        names.add(parallel.group)
+    return tuple((name, tuple(group_members(name)), group_rank(name)) for name in sorted(names))
 
 
 def sums(module: Any) -> bool:
@@ -154,7 +162,7 @@ class SplitModules(Rewrite):
 
     def restore(self, module: Any) -> None:
         """Put back the forward of Hugging Face's plan."""
-        before = vars(module).pop(_BEFORE, None)
+        before = vars(module).pop(FORWARD_OF_PLAN, None)
         if before is not None:
             module.forward = before
         vars(module).pop(SPLIT, None)
@@ -174,7 +182,7 @@ class SplitModules(Rewrite):
 
     def _take(self, module: Any) -> None:
         """Store Hugging Face's forward and the module's ``Split`` on the module."""
-        setattr(module, _BEFORE, vars(module).pop("forward", None))
+        setattr(module, FORWARD_OF_PLAN, vars(module).pop("forward", None))
         setattr(module, SPLIT, self._split(module))
         if not quantized_weights(module):
             module.register_buffer(_OWN, local(module.weight).detach(), persistent=False)

@@ -46,6 +46,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     local,
     with_methods,
 )
+from dsv4_ops.integrations.transformers.modules.split import groups_of
 from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns, structure_of
 from dsv4_ops.integrations.transformers.steps.progress import PartsBar
 from dsv4_ops.integrations.transformers.steps.step import (
@@ -256,6 +257,7 @@ class CompiledStep:
 
             start_workers()  # the first call will need the workers
         ranks = self._spec.parallel
+        self._groups = groups_of(model, ranks)
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
@@ -442,7 +444,7 @@ class CompiledStep:
         try:
             if self._cache[0]() is not cache:
                 self._cache = weakref.ref(cache), described([cache]), structure_of(cache)
-            key = (state(cache.device), self._cache[1], described([batch, rest]))
+            key = ((*state(cache.device), *self._groups), self._cache[1], described([batch, rest]))
         except Undescribed as error:
             _log.info("a step is not kept: %s", error)
             return None, self._run

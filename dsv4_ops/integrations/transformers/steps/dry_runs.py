@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from dsv4_ops.core.torch_compat import FakeTensorMode
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import versions
 from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks, own_forward
-from dsv4_ops.integrations.transformers.modules.split import split_of
 from dsv4_ops.integrations.transformers.steps.step import (
     decode,
     decode_step,
@@ -44,9 +43,8 @@ Steps with other numbers of tokens need few more kernels."""
 class DryRuns:
     """The dry runs of a step.
 
-    A model with a user's forwards or hooks has no dry runs. A model that calls other ranks has dry
-    runs only to compile kernels. These runs update no buffers, because the buffers would get fake
-    parts of split weights.
+    A model with a user's forwards or hooks has no dry runs. Dry runs update no buffers, because the
+    buffers would get fake values.
 
     Args:
         step: The step.
@@ -71,10 +69,9 @@ class DryRuns:
         self._fails = None
 
     def may_pass(self, model: Any) -> bool:
-        """Whether ``passes`` can be true for a model. It cannot if a step calls other ranks or user
-        code."""
+        """Whether ``passes`` can be true for a model. It cannot if a step calls user code."""
         if self._fails is None:
-            self._fails = _calls_others(model)
+            self._fails = calls_users(model)
         return not self._fails
 
     def note(self, cache: CacheTensors, rest: dict[str, Any]) -> None:
@@ -224,13 +221,6 @@ def _shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         for numbers in views
     ]
     return tuple(first[id(each)] for each in tensors), repr(parts)
-
-
-def _calls_others(model: Any) -> bool:
-    """Whether a step calls other ranks, or a user's hooks or forwards."""
-    ranks = spec_of("compile_step", model).parallel
-    split = any(split_of(module) is not None for module in model.modules())
-    return ranks is not None or split or calls_users(model)
 
 
 def calls_users(model: Any) -> bool:
