@@ -2,7 +2,7 @@
 
 A stored part has the results of Dynamo, AOTAutograd and Inductor, as torch saves them for
 ``aot_compile``, but no guards of Dynamo. In place of guards, a part has a name, which
-``environment`` and ``described`` compute. No name depends on numbers in tensors. The name covers the
+``environment`` and ``described`` compute. No name depends on numbers in tensors. A name covers the
 process groups that a step uses, and this process's rank in each.
 
 - With fixed sizes, the name is a digest of all that a trace can read of the process, the model, the

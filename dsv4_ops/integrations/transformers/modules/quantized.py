@@ -196,14 +196,15 @@ def _fill_blocks(module: Any) -> None:
     module.register_buffer(_CODES, whole, persistent=False)
 
 
-def dense_weight(linear: Any, weight: Tensor) -> Tensor:
-    """Return a linear layer's weight, dequantised to float32 if the layer is quantised."""
+def dense_weight(linear: Any, split: bool | None = None) -> Tensor:
+    """Return this rank's part of a linear layer's weight, dequantised to float32 if the layer is
+    quantised. In a step, pass whether the weight is split."""
     if quantized_weights(linear) != QUANTIZED_LINEAR:
-        return weight
+        return local(linear.weight, split)
     if not torch.compiler.is_compiling():
         share_scales(linear)  # the loop over modules may not have visited this layer yet
-    rows, scale = getattr(linear, _CODES, weight), getattr(linear, _buffer("weight"))
-    values: Tensor = weight_values(rows, scale)[: weight.shape[0]]
+    codes, scale = _codes(linear, "weight"), getattr(linear, _buffer("weight"))
+    values: Tensor = weight_values(getattr(linear, _CODES, codes), scale)[: codes.shape[0]]
     return values
 
 

@@ -385,7 +385,7 @@ class MlaModelSpec(ModelSpec):
         return out.view(hidden.shape)
 
     def _keys_and_values(self, linear: Any) -> Tensor:
-        return dense_weight(linear, local(linear.weight, self.shards_heads))
+        return dense_weight(linear, self.shards_heads)
 
     @property
     def family_rewrites(self) -> tuple[Rewrite, ...]:
@@ -498,9 +498,9 @@ class AbsorbedWeights(Rewrite):
     @torch.no_grad()
     def _split(self, attention: Any) -> None:
         """Compute the halves of ``kv_b_proj``, and store them in the same buffers if possible."""
-        spec, weight = self.layers, local(attention.kv_b_proj.weight)
+        spec = self.layers
         halves = split_kv_b_proj(
-            dense_weight(attention.kv_b_proj, weight),
+            dense_weight(attention.kv_b_proj),
             num_heads=spec.num_heads,
             qk_nope_head_dim=spec.qk_nope_head_dim,
             v_head_dim=spec.v_head_dim,

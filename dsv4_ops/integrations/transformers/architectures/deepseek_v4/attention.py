@@ -23,7 +23,6 @@ from dsv4_ops.integrations.transformers.modules.quantized import takes_codes
 from dsv4_ops.integrations.transformers.modules.replacement import (
     is_linear,
     linear_float32,
-    local,
     unwrapped,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
@@ -34,6 +33,9 @@ KIND_OF_TYPE = {
     "heavily_compressed_attention": "c128",
 }
 """Layer kind for each of Hugging Face's layer types."""
+
+OWN_SINKS = "dsv4_ops_own_sinks"
+"""Buffer with the attention sinks of this rank's heads."""
 
 
 def attention(
@@ -165,7 +167,8 @@ def _weight(linear: Any) -> Any:
 
 def _weights(module: Any, spec: LayerSpec, rope: Tensor) -> LayerWeights:
     split = spec.ranks is not None and spec.ranks.shards_heads
-    weights = {"attn_sink": local(module.sinks, split).float()}
+    sinks = getattr(module, OWN_SINKS) if split else module.sinks
+    weights = {"attn_sink": sinks.float()}
     sources = {"": module.compressor, "indexer_": getattr(module.compressor, "indexer", None)}
     for prefix, source in sources.items():
         if source is not None:

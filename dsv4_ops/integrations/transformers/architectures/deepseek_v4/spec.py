@@ -38,6 +38,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
     KIND_OF_TYPE,
+    OWN_SINKS,
     attention,
     head_parts,
     index_head_parts,
@@ -58,7 +59,12 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import 
 )
 from dsv4_ops.integrations.transformers.modules.checks import heads_are_split
 from dsv4_ops.integrations.transformers.modules.fused_projections import FusedProjections
-from dsv4_ops.integrations.transformers.modules.replacement import Maker, class_of, unwrapped
+from dsv4_ops.integrations.transformers.modules.replacement import (
+    Maker,
+    class_of,
+    local,
+    unwrapped,
+)
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import (
@@ -335,7 +341,7 @@ class DeepseekV4Spec(RingSpec):
     @property
     def family_rewrites(self) -> tuple[Rewrite, ...]:
         own = FusedProjections(self.recipe, self.impl), FamilyForwards(self.recipe)
-        return (OutputGroups(self.num_groups), *own) if self.shards_heads else own
+        return (SplitHeads(self.num_groups), *own) if self.shards_heads else own
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         return skipped_modules(attention)
@@ -380,32 +386,48 @@ class DeepseekV4Spec(RingSpec):
         return self.layers.num_groups
 
 
-class OutputGroups(Rewrite):
-    """Set the number of groups of the output projection to the number on this rank.
+class SplitHeads(Rewrite):
+    """Give attention modules this rank's attention sinks, and the number of output groups on this
+    rank.
 
-    Hugging Face's module has the number over all ranks.
+    Hugging Face's modules have the number over all ranks. The sinks go into a buffer, because torch
+    cannot load a saved trace that reads a distributed tensor.
 
     Args:
-        count: Number of groups on this rank.
+        num_groups: Number of groups on this rank.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    attention_only = True
+
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups
 
     def applies(self, module: Any) -> bool:
         """Whether a module is Hugging Face's attention."""
         return class_of(module) == "DeepseekV4Attention"
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Set the number of groups on this rank; replace no method."""
-        self._set(module, self.count)
+        """Set the number and the buffer; replace no method."""
+        self._set_groups(module, self.num_groups)
+        self.refresh("patch", "", module)
         return iter(())
 
-    def restore(self, module: Any) -> None:
-        """Restore the number of groups over all ranks."""
-        self._set(module, module.config.o_groups)
+    def needs_refresh(self, body: Any) -> bool:
+        """True: a program may replace the sinks."""
+        return True
 
-    def _set(self, module: Any, count: int) -> None:
+    def refresh(self, op: str, name: str, module: Any) -> None:
+        """Let the buffer share the sinks' memory."""
+        sinks, own = local(module.sinks.detach()), getattr(module, OWN_SINKS, None)
+        if own is None or own.data_ptr() != sinks.data_ptr():
+            module.register_buffer(OWN_SINKS, sinks, persistent=False)
+
+    def restore(self, module: Any) -> None:
+        """Restore the number of groups over all ranks, and remove the buffer."""
+        self._set_groups(module, module.config.o_groups)
+        delattr(module, OWN_SINKS)
+
+    def _set_groups(self, module: Any, count: int) -> None:
         projection = unwrapped(module.o_a_proj)
         if hasattr(projection, "n_groups"):
             projection.n_groups = count
