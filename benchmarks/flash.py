@@ -94,6 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--heads", choices=("split", "whole"), default="split", help="default: %(default)s")
     add("--experts", choices=("whole", "parts"), default="whole", help="default: %(default)s")
     add("--backend", help="of torch.compile; default: inductor, and none on a CPU")
+    add("--generate", type=size, metavar="N", help="call generate for N tokens, in place of steps")
     add("--soak", type=size, metavar="N", help="decode steps of requests that come and go")
     add("--no-check", action="store_true", help="time without the comparison with one GPU")
 
@@ -144,6 +145,9 @@ class FlashRanks(Ranks):
             row.weights_gb = sum(_own(each).nbytes for each in model.parameters()) / 1e9
         with self.phase("patch"):
             self.patch(model, split=True)
+        if self.options.generate:
+            self.generate(model)
+            return
         weights, step = Weights.of(model), self.compiled(model, v4.decode_step)
         for are_long in (False, True):
             contexts = [each for each in self.options.contexts if (each > _LONG) == are_long]
@@ -151,6 +155,17 @@ class FlashRanks(Ranks):
                 Decodes(self, model, weights, step, contexts).run()
             if not are_long:
                 self.prefills(model)
+
+    def generate(self, model: Any) -> None:
+        """Time ``generate`` after the longest prompt, twice."""
+        prompt, new = max(self.options.prefills), self.options.generate
+        ids = torch.arange(prompt, device=self.device)[None] % 250 + 3
+        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        for name in ("first generate", "generate again"):
+            with self.phase(name):
+                texts = model.generate(ids, max_new_tokens=new, **settings)
+            if texts.shape[1] != prompt + new:
+                raise WrongResult(f"a text has {texts.shape[1] - prompt} of {new} tokens")
 
     def free(self) -> None:
         """Free memory that no tensor uses."""
