@@ -29,7 +29,8 @@ from benchmarks.harness.timing import Capture, wait
 from benchmarks.run import BenchError, WrongResult
 from dsv4_ops.cli.options import bounded_int
 
-_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DSV4_OPS_CACHE")
+_FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME")
+"""Variables that name folders in which torch, Triton and dsv4_ops keep compiled code by default."""
 _MOST_ERROR = 0.05
 """Maximum error of compiled logits, relative to the largest eager logit (in bfloat16)."""
 
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
         return
     output = Report(options, device)
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {name: f"{folder}/{name}" for name in _FOLDERS}
+        environment = os.environ | dict.fromkeys(_FOLDERS, folder)
         for number in range(1 + options.warm):
             _follow(options, f"warm {number}" if number else "cold", environment, output)
     output.finish(f"Starts of {options.layers} layers of Flash's sizes", *_NOTES)

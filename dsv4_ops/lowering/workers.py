@@ -12,6 +12,8 @@ from queue import PriorityQueue
 from threading import Semaphore, Thread
 from typing import Any
 
+import torch
+
 Wait = Callable[[], Any]
 """A function that waits for a job and returns the job's result."""
 
@@ -25,6 +27,7 @@ def compile_workers() -> Callable[..., Wait] | None:
     """
     from dsv4_ops.lowering import _compat
 
+    set_triton_folder()
     if _compat.get_compile_threads() <= 1:
         return None
     # set now, as Inductor does later, because file names depend on the release of ptxas
@@ -35,6 +38,20 @@ def compile_workers() -> Callable[..., Wait] | None:
         return _sender(_compat.get_compile_threads()).send(function, args, urgent)
 
     return submit
+
+
+def set_triton_folder() -> None:
+    """Let Triton use the folder that Inductor would set at its first kernel. A folder that the user
+    has set stays.
+
+    If the folder changed later, launches would not find the kernels that workers compiled before,
+    and Inductor would not find its own kernels in the next process.
+    """
+    from dsv4_ops.lowering import _compat
+
+    if "TRITON_CACHE_DIR" not in os.environ and torch.cuda.is_available():
+        folder = _compat.triton_cache_dir(torch.cuda.current_device())
+        os.environ["TRITON_CACHE_DIR"] = folder
 
 
 def start_workers() -> None:

@@ -10,7 +10,7 @@ import torch.compiler.config as compiler_config
 
 from dsv4_ops.integrations.transformers.compile_cache import kernel_files
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import PartsFile
-from dsv4_ops.lowering import _compat
+from dsv4_ops.lowering import _compat, workers
 
 SETTINGS = {"fullgraph": True, "dynamic": False}
 
@@ -89,9 +89,12 @@ def kernel_name(kernel_hash):
     return _base32(kernel_hash)
 
 
-def test_triton_names_its_files_by_the_ptxas_of_workers(tmp_path, monkeypatch):
+def test_triton_names_and_stores_its_files_as_inductors_workers_do(tmp_path, monkeypatch):
+    """From the first kernel on: files in another folder would be compiled again."""
     pytest.importorskip("triton", reason="published for Linux only")
     from triton.backends.nvidia.compiler import get_ptxas_version
+
+    from dsv4_ops.kernels.common.triton_compat import cache_folder
 
     tool = tmp_path / "ptxas"
     tool.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.9, V13.9.1\n")
@@ -106,7 +109,12 @@ def test_triton_names_its_files_by_the_ptxas_of_workers(tmp_path, monkeypatch):
     kernel_files.agree_with_workers()
     assert get_ptxas_version(80) == before  # without a GPU there are no kernels
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    del os.environ["TRITON_CACHE_DIR"]
     try:
+        workers.compile_workers()
+        assert cache_folder() == f"{kernel_files.code_folder()}/triton/3"
         kernel_files.agree_with_workers()
         assert "V13.9.1" in get_ptxas_version(80)
     finally:

@@ -66,12 +66,12 @@ def put(files: Mapping[str, bytes]) -> None:
 
 
 def agree_with_workers() -> None:
-    """Let this process compile and name its kernels as Inductor's workers do.
+    """Let this process compile, name and store its kernels as Inductor's workers do.
 
     Inductor's workers use torch's ptxas, but Triton has a ptxas of another version. Triton reads
     the version only once, so no file of a worker would match if a kernel ran before this call.
     """
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+    if triton_folder() is None or torch.version.hip is not None:
         return
     from dsv4_ops.kernels.common import triton_compat
     from dsv4_ops.lowering import _compat
@@ -101,14 +101,13 @@ def code_folder() -> Path:
 
 
 def triton_folder() -> Path | None:
-    """Return Triton's cache folder. If the process has set no folder, set the folder that Inductor
-    uses."""
+    """Return Triton's cache folder, which is also Inductor's."""
     if not torch.cuda.is_available():
         return None
-    from dsv4_ops.lowering._compat import triton_cache_dir
+    from dsv4_ops.lowering.workers import set_triton_folder
 
-    folder: str = triton_cache_dir(torch.cuda.current_device())
-    return Path(os.environ.setdefault("TRITON_CACHE_DIR", folder))
+    set_triton_folder()
+    return Path(os.environ["TRITON_CACHE_DIR"])
 
 
 def _tuned(folder: Path) -> Iterator[tuple[Path, bytes]]:
