@@ -1,5 +1,5 @@
 """Small V3.2 and GLM-5 models on a GPU, with FP8 caches of 656 and 132 bytes per token: captured
-steps are as near to float32 as eager steps, and drafts keep the tokens."""
+and packaged steps are as near to float32 as eager steps, and drafts keep the tokens."""
 
 from random import Random
 
@@ -13,12 +13,12 @@ from torch._dynamo.utils import counters
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.loading import draft
 from dsv4_ops.testing.models import random_weight, small_dsa_model
-from tests.support.hf_models import LENGTH, REQUESTS, Engine, run_randomly, text
+from tests.support.hf_models import LENGTH, REQUESTS, Engine, run_packaged, run_randomly, text
 
 DEVICE = "cuda"
 # dense layers: rounding selects no other experts; most tokens see more than the 64 selected rows
 SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3, "index_topk": 64}
-FAMILIES = ("V3.2", "GLM-5")
+FAMILIES, EXACT = ("V3.2", "GLM-5"), {"kv": "fp32", "precision": "reference"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +29,13 @@ def _no_grad():
     torch._dynamo.reset()
 
 
+def cache_of(model, requests=REQUESTS):
+    return v4.PagedCache.for_model(model, max_batch_size=requests, max_cache_len=LENGTH)
+
+
 def started(model):
     """Return an engine whose requests are prefilled."""
-    sizes = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH}
-    engine = Engine(model, v4.PagedCache.for_model(model, **sizes), text())
+    engine = Engine(model, cache_of(model), text())
     engine.prefill(dict.fromkeys(range(REQUESTS), 120))
     return engine
 
@@ -65,17 +68,28 @@ def test_logits_in_float32(family):
     sizes = {**SIZES, "num_hidden_layers": 3}
     want = small_dsa_model(family, device=DEVICE, **sizes)(text().to(DEVICE)).logits.cpu()
     model = small_dsa_model(family, device=DEVICE, **sizes)
-    model = v4.patch(model, kv="fp32", precision="reference")
-    sizes = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH}
-    engine = Engine(model, v4.PagedCache.for_model(model, **sizes), text())
+    model = v4.patch(model, **EXACT)
+    engine = Engine(model, cache_of(model), text())
     assert run_randomly(engine, Random(0), 130).worst(want) < 1e-4
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packaged_decode(family, exact, tmp_path):
+    """A package decodes tokens that see 61 rows and attend to 32, in a process without our
+    Python. Exact packages have float32 weights and caches; the others bf16 and FP8."""
+    dtype, most = (torch.float32, 1e-4) if exact else (torch.bfloat16, 0.3)
+    sizes = {**SIZES, "index_topk": 32, "device": DEVICE}
+    want = small_dsa_model(family, **sizes)(text().to(DEVICE)).logits
+    model = v4.patch(small_dsa_model(family, dtype=dtype, **sizes), **(EXACT if exact else {}))
+    assert run_packaged(model, cache_of(model, 2), text(), tmp_path).rms(want) < most
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts(family):
     """The step is one graph; in float32 the texts are those without drafts."""
     model = small_dsa_model(family, device=DEVICE, vocab_size=260, num_hidden_layers=2)
-    model = v4.patch(model, kv="fp32", precision="reference")
+    model = v4.patch(model, **EXACT)
     layer = model.dsv4_ops_spec.draft_layer("test", model).to_empty(device=DEVICE)
     for name, weight in layer.state_dict().items():
         ranges = {"norm": (1.0, 0.5), "bias": (0.0, 0.4)}

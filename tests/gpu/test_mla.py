@@ -9,6 +9,7 @@ import torch
 import dsv4_ops as ops
 from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.testing.case import Case
+from tests.gpu.test_packages import shifted
 from tests.support import mla_batches
 from tests.support.attention_batches import graph_of
 from tests.support.mla_batches import DS_FP8, LAYOUTS, SPARSE, assert_exact, mla_case, sparse_case
@@ -152,8 +153,7 @@ def test_a_graph_takes_other_lengths():
     case = mla_case(8, [1] * 40, 16, longest=1200, hint=False, adversarial=False).on("cuda")
     tensors = list(case.tensors)
     lens, tensors[2] = tensors[2], torch.zeros_like(tensors[2])
-    attend = lambda: ops.mla_decode(*tensors, **case.settings)  # noqa: E731
-    graph, (out, lse) = graph_of(attend)
+    graph, (out, lse) = graph_of(lambda: ops.mla_decode(*tensors, **case.settings))
     graph.replay()
     assert bool((out == 0).all())
     assert bool((lse == -math.inf).all())
@@ -183,10 +183,7 @@ def test_a_cache_at_any_address():
     case = mla_case(10, [2, 1], 16, longest=200)
     moved = case.on("cuda")
     q, cache, *rest = moved.tensors
-    flat = torch.zeros(cache.numel() + 1, dtype=cache.dtype, device="cuda")
-    flat[1:] = cache.flatten()
-    odd = flat[1:].view(cache.shape)
-    made = Case("odd", (q, odd, *rest), moved.settings)
+    made = Case("odd", (q, shifted(cache), *rest), moved.settings)
     assert_exact(ops.mla_decode(*made.tensors, **made.settings), case)
     call = torch.compile(lambda *each: ops.mla_decode(*each, **made.settings), fullgraph=True)
     assert_exact(call(*made.tensors), case)

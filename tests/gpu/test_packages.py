@@ -4,6 +4,7 @@ imported. Run there with ``pytest -m gpu tests``."""
 
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,29 @@ from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.support import attention_batches as batches
 from tests.support.attention_batches import DECODE, DEVICE, GATHERED, PAGED, PER_TOKEN, decode_case
+from tests.support.mla_batches import DS_FP8, SPARSE, mla_case, sparse_case
 from tests.support.prefill_batches import PREFILL, prefill_case
 
+prefill = partial(prefill_case, heads=64, max_reqs=2)
+gathered = partial(batches.adversarial_gathered, heads=64, topk=300)
+
+
+def selected(layout: str, seed: int, count: int) -> Case:
+    case = mla_case(seed, [1, 2, count - 4], 128, longest=600, layout=layout)
+    return sparse_case(case, topk=604)
+
+
 CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[int, int], Case]]] = {
-    "decode": (DECODE, PER_TOKEN, (40, 3, 140), lambda seed, count: decode_case(seed, count, 64)),
-    "paged": (
-        PAGED, PER_TOKEN, (9, 64, 140), lambda seed, count: batches.paged_case(seed, count, 64),
-    ),
-    "C4": (
-        PREFILL, (0, 2, 3, 7), (90, 700, 256, 5, 40),
-        lambda seed, count: prefill_case(seed, count, 64, "C4", max_reqs=2),
-    ),
-    "C128": (
-        PREFILL, (0, 2, 3), (90, 2048, 600, 5, 40),
-        lambda seed, count: prefill_case(seed, count, 64, "C128", max_reqs=2),
-    ),
-    "gathered": (
-        GATHERED, (0, 2, 3), (5, 300, 140),
-        lambda seed, count: batches.adversarial_gathered(seed, count, 64, 300),
-    ),
+    "decode": (DECODE, PER_TOKEN, (40, 3, 140), partial(decode_case, heads=64)),
+    "paged": (PAGED, PER_TOKEN, (9, 64, 140), partial(batches.paged_case, heads=64)),
+    "C4": (PREFILL, (0, 2, 3, 7), (90, 700, 256, 5, 40), partial(prefill, mode="C4")),
+    "C128": (PREFILL, (0, 2, 3), (90, 2048, 600, 5, 40), partial(prefill, mode="C128")),
+    "gathered": (GATHERED, (0, 2, 3), (5, 300, 140), gathered),
+    "V3.2": (SPARSE, (0, 2, 3), (5, 40, 270), partial(selected, "plain")),
+    "V3.2, 656 bytes": (SPARSE, (0, 2, 3), (5, 40, 270), partial(selected, DS_FP8)),
 }  # fmt: skip
 """An op, its arguments with a row per token, numbers of tokens (the first is exported), and a call.
-The second prefill copies its rows, and the last two have splits."""
+In C4 and C128, the second prefill copies its rows, and the last two prefills have splits."""
 
 
 class Call(torch.nn.Module):

@@ -28,7 +28,6 @@ from tests.support.prefill_batches import GRAPHS, PREFILL, prefill_case
 
 pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
 pytest_plugins = ("tests.gpu.providers",)
-PER_TOKEN = {DECODE: (0, 2, 3, 5, 6), PAGED: (0, 2, 3, 5, 6)}
 
 
 def call(name: str, case: Case, **settings):
@@ -93,7 +92,7 @@ def test_strided_queries_and_lists():
     case = decode_case(9, 20, 64).on(DEVICE)
     expected = call(DECODE, case, impl="flash_mla")
     tensors = list(case.tensors)
-    for place in PER_TOKEN[DECODE]:
+    for place in batches.PER_TOKEN:
         wide = torch.stack([tensors[place]] * 2, -1)
         tensors[place] = wide[..., 1]
     actual = call(DECODE, Case("strided", tuple(tensors), case.settings), impl="flash_mla")
@@ -113,19 +112,11 @@ def test_a_cache_beyond_4_gib(gpu_memory_alone):
     indices = slots[None, :128].int().to(DEVICE)
     lens = i32([128]).to(DEVICE)
     q = batches.normal(made, 1, 64, 512).to(DEVICE)
-    far = ops.sparse_mla_decode(
-        q, cache, indices, lens, softmax_scale=SCALE, swa_block_size=64, impl="flash_mla"
-    )
+    settings = {"softmax_scale": SCALE, "swa_block_size": 64, "impl": "flash_mla"}
+    far = ops.sparse_mla_decode(q, cache, indices, lens, **settings)
     small = batches.cache_of(layout, 4, torch.arange(256), keys).to(DEVICE)
-    near = ops.sparse_mla_decode(
-        q,
-        small,
-        torch.arange(128, device=DEVICE).int()[None],
-        lens,
-        softmax_scale=SCALE,
-        swa_block_size=64,
-        impl="flash_mla",
-    )
+    first = torch.arange(128, device=DEVICE).int()[None]
+    near = ops.sparse_mla_decode(q, small, first, lens, **settings)
     if len(set(slots.tolist())) == 256:
         assert torch.equal(far.out, near.out)
 
@@ -213,13 +204,9 @@ def test_a_captured_step_makes_its_metadata(name, extra):
             width = case.tensors[7].shape[1] * case.settings["extra_block_size"]
         elif extra:
             lens, width = case.tensors[6], case.tensors[5].shape[1]
-        plan = ops.flash_mla_metadata(
-            swa_lens,
-            lens,
-            swa_width=swa.shape[1],
-            extra_width=width,
-            num_sm_parts=providers.flash_mla_num_sm_parts(q.shape[1]),
-        )
+        widths = {"swa_width": swa.shape[1], "extra_width": width}
+        parts = providers.flash_mla_num_sm_parts(q.shape[1])
+        plan = ops.flash_mla_metadata(swa_lens, lens, **widths, num_sm_parts=parts)
         settings = {**case.settings, "impl": "flash_mla", "flash_mla_plan": plan}
         return [getattr(ops, name)(*case.tensors, **settings) for _ in range(2)]
 
