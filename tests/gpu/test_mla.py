@@ -181,9 +181,8 @@ def test_compiled_for_any_size(layout):
 def test_a_cache_at_any_address():
     """If rows are not aligned to 16 bytes, the Triton kernel reads them, also in compiled code."""
     case = mla_case(10, [2, 1], 16, longest=200)
-    moved = case.on("cuda")
-    q, cache, *rest = moved.tensors
-    made = Case("odd", (q, shifted(cache), *rest), moved.settings)
+    q, cache, *rest = case.on("cuda").tensors
+    made = Case("odd", (q, shifted(cache), *rest), case.settings)
     assert_exact(ops.mla_decode(*made.tensors, **made.settings), case)
     call = torch.compile(lambda *each: ops.mla_decode(*each, **made.settings), fullgraph=True)
     assert_exact(call(*made.tensors), case)

@@ -25,9 +25,9 @@ prefill = partial(prefill_case, heads=64, max_reqs=2)
 gathered = partial(batches.adversarial_gathered, heads=64, topk=300)
 
 
-def selected(layout: str, seed: int, count: int) -> Case:
-    case = mla_case(seed, [1, 2, count - 4], 128, longest=600, layout=layout)
-    return sparse_case(case, topk=604)
+def selected(layout: str, longest: int, seed: int, count: int) -> Case:
+    case = mla_case(seed, [1, 2, count - 4], 128, longest=longest, layout=layout)
+    return sparse_case(case, topk=longest + 4)
 
 
 CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[int, int], Case]]] = {
@@ -36,8 +36,9 @@ CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[int, int
     "C4": (PREFILL, (0, 2, 3, 7), (90, 700, 256, 5, 40), partial(prefill, mode="C4")),
     "C128": (PREFILL, (0, 2, 3), (90, 2048, 600, 5, 40), partial(prefill, mode="C128")),
     "gathered": (GATHERED, (0, 2, 3), (5, 300, 140), gathered),
-    "V3.2": (SPARSE, (0, 2, 3), (5, 40, 270), partial(selected, "plain")),
-    "V3.2, 656 bytes": (SPARSE, (0, 2, 3), (5, 40, 270), partial(selected, DS_FP8)),
+    "V3.2": (SPARSE, (0, 2, 3), (5, 40, 270), partial(selected, "plain", 600)),
+    "V3.2, 656 bytes": (SPARSE, (0, 2, 3), (5, 40, 270), partial(selected, DS_FP8, 600)),
+    "V3.2, unscheduled": (SPARSE, (0, 2, 3), (5, 40, 270), partial(selected, DS_FP8, 300)),
 }  # fmt: skip
 """An op, its arguments with a row per token, numbers of tokens (the first is exported), and a call.
 In C4 and C128, the second prefill copies its rows, and the last two prefills have splits."""
