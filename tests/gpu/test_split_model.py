@@ -18,6 +18,7 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import head_plan
+from dsv4_ops.testing.stored_rows import differences
 from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import free_collectives, gpu_ranks, of_ranks, run_ranks
 from tests.transformers.test_deepseek_v32 import logits_of
@@ -35,18 +36,20 @@ COUNTS = ({0: 1, 1: 1}, {1: 1}, {0: 2, 1: 1}, {0: 1}, {1: 2})
 def whole(family):
     """Return a model whose heads and groups four ranks can split."""
     made, settings = MODELS[family]
-    return made(**settings, **{"v4": {"o_groups": 4}}.get(family, {}))
+    return made(**settings, **{"v4": {"o_groups": 4, "num_hidden_layers": 6}}.get(family, {}))
 
 
 def cache_of(model):
     return v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=max(LENGTHS))
 
 
-def started(model):
-    """Return an engine whose requests are prefilled, the second request in two steps."""
+def started(model, then=(), step=None):
+    """Prefill requests, the second one in two steps, and then decode; return their engine."""
     engine = Engine(model, cache_of(model), text())
     engine.prefill({0: 40, 1: 9})
     engine.decode({1: 3})
+    for counts in then:
+        engine.decode(counts, padding=REQUESTS - len(counts), step=step)
     return engine
 
 
@@ -70,8 +73,9 @@ def captured(step, batch, cache):
     return replay
 
 
-def check(engine, want, what):
-    """Check logits, and tokens wherever the best two logits differ by more than the error."""
+def check(engine, want, what, one=None):
+    """Check logits, and tokens wherever the best two logits differ by more than the error. Compare
+    the caches of all layers with those of ``one``, which a single GPU computed."""
     scale, error = float(want.abs().max()), engine.worst(want)
     if dist.get_rank() == 0:
         print(f"{what}: error {error:.1e} of {scale:.1e}", flush=True)
@@ -84,6 +88,10 @@ def check(engine, want, what):
                 assert logits.cpu().argmax() == want[request, place].argmax(), (what, request)
                 equal += 1
     assert equal > len(COUNTS)
+    if one is not None:
+        most = max((each.worst, each.layer, each.name) for each in differences(engine.cache, one))
+        print(f"{what}: rank {dist.get_rank()}'s rows are off by {most}", flush=True)
+        assert most[0] < CLOSE, most
 
 
 @torch.no_grad()
@@ -95,10 +103,8 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
     model.set_experts_implementation("batched_mm")
     via = "symmetric_memory" if DEVICE == "cuda" else "reduce_scatter"
     patched(model, parallel=ContextParallel.of(interleave=2, via=via))
-    engine = started(model)
-    for counts in COUNTS:
-        engine.decode(counts, padding=REQUESTS - len(counts))
-    check(engine, want, f"{family} eager")
+    one = started(patched(whole(family).to(DEVICE)), COUNTS).cache if family == "v4" else None
+    check(started(model, COUNTS), want, f"{family} eager", one)
     compiled = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
     replays = []
 
@@ -110,10 +116,7 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
             replays.append(captured(lambda *given: compiled(model, *given), batch, cache))
         return replays[0](batch)
 
-    engine = started(model)
-    for counts in COUNTS:
-        engine.decode(counts, padding=REQUESTS - len(counts), step=one_graph)
-    check(engine, want, f"{family} captured")
+    check(started(model, COUNTS, one_graph), want, f"{family} captured", one)
 
 
 @torch.no_grad()
