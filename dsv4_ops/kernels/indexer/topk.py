@@ -99,7 +99,9 @@ class _Scratch:
         self.lists = tuple(map(out.new_empty, sizes))
         self.rows = torch.sym_min(num_tokens, PROGRAMS)
         max_lists = self.merge_capacity // self.width
-        parts = torch.sym_min((num_keys + min_part - 1) // min_part, PROGRAMS // num_tokens)
+        parts = torch.sym_min(
+            (num_keys + min_part - 1) // min_part, PROGRAMS // torch.sym_max(num_tokens, 1)
+        )
         if isinstance(parts, int):
             merged_part = (num_keys + max_lists - 1) // max_lists
             if merged_part <= short_part * num_tokens:
@@ -248,7 +250,7 @@ def _select_stored(
     )  # fmt: skip
     width = triton.next_power_of_2(topk)
     maximum = max(KEPT_CAPACITY, 2 * width)
-    parts = torch.sym_min(KEEP_PARTS, KEEP_PROGRAMS // num_tokens)
+    parts = torch.sym_min(KEEP_PARTS, KEEP_PROGRAMS // torch.sym_max(num_tokens, 1))
     parts = torch.sym_max(1, torch.sym_min(parts, num_rows // KEEP_STEP))
     capacity = torch.sym_min((num_rows + parts - 1) // parts, maximum)
     lists = (workspace(parts * capacity), workspace(parts * capacity))
