@@ -219,6 +219,7 @@ def test_doctor_json_parses_and_says_the_same(capsys):
     assert report["lowerings"]["active"] is True
     assert report["cache"]["included"] is True
     assert set(report["providers"]) == set(probes.NAMES)
+    assert {"fastapi", "uvicorn", "accelerate", "usable"} <= set(report["serve"])
 
 
 def test_doctor_reports_a_failed_selftest(monkeypatch):

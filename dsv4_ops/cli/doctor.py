@@ -6,6 +6,7 @@ If a probe raises, the report shows the error and lists a problem, and the other
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -64,6 +65,7 @@ def collect(
         "versions": lambda problems: _versions(problems, warnings),
         "gpu": _gpu,
         "providers": lambda problems: _providers(problems, selftest),
+        "serve": _serve,
         "torch-tensorrt": _tensorrt,
         "lowerings": lambda problems: _lowerings(problems, selftest, progress),
         "cache": _cache,
@@ -242,6 +244,19 @@ def _providers(problems: Problems, load: bool) -> Section:
     from dsv4_ops.dispatch.probes import probe_all
 
     return {provider.name: asdict(provider) for provider in probe_all(load=load)}
+
+
+def _serve(problems: Problems) -> Section:
+    """Report the packages that ``serve`` needs besides transformers."""
+    from dsv4_ops.core.errors import install_extra
+    from dsv4_ops.dispatch.probes import distribution_version
+
+    required = importlib.metadata.requires("dsv4_ops") or []
+    extra = [each for each in required if re.search(r"extra == .serve.", each)]
+    names = [re.split(r"[^\w-]", each)[0] for each in extra]
+    versions = {name: distribution_version(name) for name in names if name != "dsv4_ops"}
+    missing = [name for name, version in versions.items() if version is None]
+    return {**versions, "usable": install_extra("serve") if missing else True}
 
 
 def _tensorrt(problems: Problems) -> Section:
