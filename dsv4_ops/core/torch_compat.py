@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,7 @@ __all__ = [
     "only_looks_ahead",  # torch.fx.experimental.proxy_tensor.get_proxy_mode: 2.13
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
+    "sources_noted_once",  # torch._dynamo.package.SourceInfo: 2.11, 2.15
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "sym_max",
     "sym_min",
@@ -161,6 +163,34 @@ def _size_guards(shapes: Any) -> SizeGuards:
 def aot_settings() -> dict[str, Any]:
     """Return the settings of AOTAutograd, without those that depend on the machine."""
     return dict(functorch_config.save_config_portable())
+
+
+_SOURCES: dict[tuple[str, CodeType], set[Any]] = {}
+
+
+@contextmanager
+def sources_noted_once() -> Iterator[None]:
+    """Let torch look up the source of each function once per process, not once per call in a trace:
+    a lookup tokenises the function and compares files, a fifth of the time of a trace."""
+    from torch._dynamo import package
+
+    kind: Any = package.SourceInfo
+    # torch's method, also if another thread has replaced it and ends first
+    add_code = vars(kind.add_code).get("dsv4_ops_replaced", kind.add_code)
+
+    def add_once(self: Any, code: CodeType) -> None:
+        place = code.co_filename, code  # equal code of two files is equal
+        if place not in _SOURCES:
+            add_code(found := kind(inlined_sources=set()), code)
+            _SOURCES[place] = found.inlined_sources
+        self.inlined_sources |= _SOURCES[place]
+
+    vars(add_once)["dsv4_ops_replaced"] = add_code
+    kind.add_code = add_once
+    try:
+        yield
+    finally:
+        kind.add_code = add_code
 
 
 def without_autocast() -> AbstractContextManager[Any]:

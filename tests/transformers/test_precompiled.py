@@ -324,13 +324,14 @@ def calling(module, x):
 
 
 def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
-    """This holds even for a package that no description names."""
-    source = tmp_path / "inlined_by_a_part.py"
-    source.write_text("def function(x):\n    return x + 1\n")
+    """This holds even for a package that no description names, and if other files are equal."""
+    source, *others = (tmp_path / f"inlined_by_a_part_{number}.py" for number in range(2))
     monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module(source.stem)
-    _, content = compiled(calling, (module, torch.ones(3)), SETTINGS)
-    assert loaded(content, {}) is not None
+    for each in (*others, source):
+        each.write_text("def function(x):\n    return x + 1\n")
+        module = importlib.import_module(each.stem)
+        _, content = compiled(calling, (module, torch.ones(3)), SETTINGS)
+        assert loaded(content, {}) is not None
     source.write_text("def function(x):\n    return x + 2\n")
     importlib.invalidate_caches()
     del sys.modules[source.stem]

@@ -71,6 +71,7 @@ from dsv4_ops.core.torch_compat import (
     allows_aot_compile,
     aot_settings,
     noted_trace,
+    sources_noted_once,
     without_kernel_table,
 )
 from dsv4_ops.dispatch import libraries
@@ -487,6 +488,7 @@ def compiled(
             allows_aot_compile(),
             without_collections(),
             kernels_in_workers(),
+            sources_noted_once(),
             noted_trace() as guards,
         ):
             jitted: Any = torch.compile(function, **{**settings, "options": options})
