@@ -229,9 +229,8 @@ _STAGES = {
                 "quantize_query"),
     "compressor": ("compress_and_insert", "compressor_states", "pool_windows", "insert_pooled"),
     "insert": ("qnorm_rope", "insert"),
-    "projections": (
-        "nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass", "fp8_linear",
-    ),
+    "projections": ("nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass",
+                    "fp8_linear", "reorder_kernel"),
 }  # fmt: skip
 
 

@@ -43,6 +43,10 @@ CALLS = {
         lambda scores, bias: ops.grouped_topk(scores, bias, **ROUTER),
         lambda n: [((n, 256), F32), ((256,), F32)],
     ),
+    "fp8_linear": (
+        lambda *tensors: (ops.fp8_linear(*tensors, activations="bf16"),),
+        lambda n: [((n, 256), BF16), ((256, 256), torch.float8_e4m3fn), ((2, 2), F32)],
+    ),
     "insert_k_cache": (
         insert, lambda n: [((n, 512), BF16), ((16, 64, 512), BF16), ((n,), torch.int64)],
     ),

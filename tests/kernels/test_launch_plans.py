@@ -35,9 +35,6 @@ class Kernel:
 def called(plans, kernel, *args, factor=2):
     """Return args[0] + 3 * factor twice, by two launches; the arguments do not change."""
 
-    def choose(args, kwargs):
-        return launcher, args, kwargs, True
-
     def launcher(launch, x, *others, factor):
         kernel.chosen += 1
         first = torch.empty_like(x)
@@ -47,7 +44,7 @@ def called(plans, kernel, *args, factor=2):
         launch(kernel)[2, 3](second, 3 * factor)
         return first, second
 
-    return plans.run("op", choose, args, {"factor": factor})
+    return plans.run("op", lambda *call: (launcher, *call, True), args, {"factor": factor})
 
 
 def test_a_call_of_the_same_form_launches_the_same_kernels():

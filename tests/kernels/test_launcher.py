@@ -65,7 +65,7 @@ def test_what_a_gpu_offers_follows_from_its_compute_capability(monkeypatch):
         assert target.head_tile == heads
 
 
-def test_a_launch_whose_predicate_is_0_has_an_empty_grid():
+def test_a_launch_has_an_empty_grid_if_one_of_its_predicates_is_0():
     kernel = Kernel()
     launcher = Launcher(lambda each: each, capability=(9, 0))
     for flag in (0, 1):
@@ -73,13 +73,8 @@ def test_a_launch_whose_predicate_is_0_has_an_empty_grid():
         predicated(kernel)[(6, 4)]()
         assert predicated.capability(CPU) == (9, 0)
     launcher(kernel)[(2,)]()
-    assert kernel.grids == [(0, 4), (6, 4), (2,)]
-
-
-def test_predicates_multiply():
-    kernel = Kernel()
-    Launcher(lambda each: each).predicated(1).predicated(0)(kernel)[(3,)]()
-    assert kernel.grids == [(0,)]
+    launcher.predicated(1).predicated(0)(kernel)[(3,)]()
+    assert kernel.grids == [(0, 4), (6, 4), (2,), (0,)]
 
 
 def test_a_package_calls_gluon_kernels_by_an_op():

@@ -2,8 +2,9 @@
 into which they were loaded.
 
 A thread loads 16 bytes of a row; four adjacent threads load 64 bytes. The matrix unit accepts any
-order of K that both operands share. So the codes stay in their registers: ``reordered`` puts the
-activations into the codes' order of K, and the result has the codes' order of rows, ``tile_rows``.
+order of K that both operands share. So the codes stay in their registers: ``reordered``
+(``reorder.py``) puts the activations into the codes' order of K, and the result has the codes'
+order of rows, ``tile_rows``.
 """
 
 import torch
@@ -78,24 +79,13 @@ def bf16_activations(x: Tensor, activations: str) -> Tensor:
     return activation_values(x, None, activations).to(torch.bfloat16)
 
 
-def reordered(x: Tensor, fp4: bool) -> Tensor:
-    """Return rows [.., k] in the order in which kernels multiply them, dense and padded to a step.
+@triton.jit
+def reordered_offset(k, FP4: tl.constexpr):
+    """Return the offset of value ``k`` of a row in the order of kernels.
 
     FP4: of each 128 values, value 32 t + 8 i + 4 j + 2 h + p is at 64 h + 16 i + 8 p + 2 t + j.
     FP8: of each 64 values, value 16 t + 4 i + 2 j + p is at 16 i + 8 p + 2 t + j.
     """
-    width, lead = int(x.shape[-1]), x.dim() - 1
-    padding = round_up(width, step_size(fp4)) - width
-    # ``pad`` would make a symbolic leading size a constant
-    padded = torch.cat([x, x.new_zeros((*x.shape[:-1], padding))], -1) if padding else x
-    parts = padded.unflatten(-1, (-1, 4, 4, 2, 2 if fp4 else 1, 2))
-    order = (lead, *(lead + dim for dim in (4, 2, 5, 1, 3)))
-    return parts.permute(*range(lead), *order).reshape(padded.shape)
-
-
-@triton.jit
-def reordered_offset(k, FP4: tl.constexpr):
-    """Return the offset of value ``k`` in ``reordered``."""
     if FP4:
         part = k % 128
         place = part // 2 % 2 * 64 + part // 8 % 4 * 16 + part % 2 * 8 + part // 32 * 2
@@ -105,10 +95,11 @@ def reordered_offset(k, FP4: tl.constexpr):
 
 
 @triton.jit
-def reorder_tile(x, ROWS: tl.constexpr):
-    """Reorder a tile of rows of one FP8 step as ``reordered`` does."""
-    parts = tl.reshape(x, (ROWS, 2, 4, 4, 2, 2))
-    return tl.reshape(tl.permute(parts, (0, 1, 3, 5, 2, 4)), (ROWS, 128))
+def reorder_tile(x, FP4: tl.constexpr):
+    """Put the values of each row of a tile into the order of ``reordered_offset``."""
+    HALVES: tl.constexpr = 2 if FP4 else 1
+    parts = tl.reshape(x, (x.shape[0], x.shape[1] // (64 * HALVES), 4, 4, 2, HALVES, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 5, 3, 6, 2, 4)), (x.shape[0], x.shape[1]))
 
 
 @triton.jit
@@ -289,7 +280,7 @@ def multiply_fp8(
         next_low = load_words(weight, next_step, 0, MASKED)
         next_high = load_words(weight, next_step, 1, MASKED)
         if not ORDERED:
-            x_tile = reorder_tile(x_tile, TOKENS)
+            x_tile = reorder_tile(x_tile, False)
         shift = tl.full((ROWS, 16), _FP8_FACTOR, tl.int32)
         left = _tile(low_words, shift, False, 0, WARPS)
         right = _tile(high_words, shift, False, 0, WARPS)

@@ -5,14 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_ops.core.layout import round_up
 from dsv4_ops.core.types import ExpertPlan, max_expert_blocks
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.dequant_gemm import (  # by name: Inductor copies no modules
+from dsv4_ops.kernels.common.reorder import (  # by name: Inductor copies no modules
+    reorder_chunk,
+    reorder_sizes,
     reordered,
-    reordered_offset,
-    step_size,
 )
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
@@ -48,24 +47,6 @@ def expert_counts_kernel(
     tl.store(counts + tl.program_id(0), tl.sum(count))
 
 
-@triton.jit
-def _reorder(x, out, num_tokens, program, num_programs, REORDER: tl.constexpr):
-    """Write this program's share of the activations in the order of ``reordered``."""
-    x, token_stride, stride = x
-    WIDTH: tl.constexpr = REORDER[0]
-    PADDED: tl.constexpr = REORDER[1]
-    FP4: tl.constexpr = REORDER[2]
-    VALUES: tl.constexpr = REORDER[3]
-    size = num_tokens * PADDED
-    for start in range(program * VALUES, size, num_programs * VALUES):
-        value = start + tl.arange(0, VALUES)
-        token, k = (value // PADDED).to(tl.int64), value % PADDED
-        mask = value < size
-        src = x + token * token_stride + k.to(tl.int64) * stride
-        found = tl.load(src, mask=mask & (k < WIDTH), other=0.0)
-        tl.store(out + token * PADDED + reordered_offset(k, FP4), found, mask=mask)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def expert_plan_kernel(
     topk_ids, token_stride, choice_stride,
@@ -78,14 +59,13 @@ def expert_plan_kernel(
     HAS_COUNTS: tl.constexpr, PAIRS: tl.constexpr, REORDER: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks of one expert, and this program's share of the unused blocks. BLOCK is
-    BLOCK_SIZE, rounded up to a power of two. REORDER is None, or the width of ``x``, the padded
-    width of ``x_reordered``, whether weights are FP4, and the number of values at a time."""
+    BLOCK_SIZE, rounded up to a power of two. REORDER is None or ``reorder_sizes``."""
     wait_for_previous_kernel()
     expert = tl.program_id(0)
     if REORDER is not None:
-        _reorder(
-            (x, x_token_stride, x_stride), x_reordered, num_tokens, expert, num_experts, REORDER
-        )
+        source = (x, x_token_stride, 0, x_stride)
+        for chunk in range(expert, tl.cdiv(num_tokens * REORDER[1], REORDER[4]), num_experts):
+            reorder_chunk(source, x_reordered, tl.cast(chunk, tl.int64), num_tokens, REORDER)
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
     if HAS_COUNTS:
         expert_rows = tl.load(counts + bins, mask=bins < num_experts, other=0)
@@ -159,7 +139,7 @@ def plan_and_reorder(
     is_small = isinstance(num_rows, int) and num_rows <= FUSED_COUNT_ROWS
     source = x if is_small else None
     plan, found = _plan(launch, topk_ids, num_experts, block_size, pairs, source, fp4)
-    return plan, found if is_small else reordered(x, fp4)
+    return plan, found if is_small else reordered(launch, x, fp4)
 
 
 def _plan(
@@ -183,10 +163,9 @@ def _plan(
     counts = topk_ids.new_empty((num_experts if has_counts else 0,))
     source, x_reordered, reorder = (topk_ids, 0, 0), topk_ids, None
     if x is not None:
-        width = int(x.shape[1])
-        padded = round_up(width, step_size(fp4))
-        x_reordered = x.new_empty((num_tokens, padded))
-        source, reorder = strided(x), (width, padded, fp4, REORDERED)
+        reorder = reorder_sizes(x, fp4, REORDERED)
+        x_reordered = x.new_empty((num_tokens, reorder[1]))
+        source = strided(x)
     if has_counts:
         launch(expert_counts_kernel)[num_experts,](
             topk_ids, *topk_ids.stride(), topk, num_rows, counts, ROWS=rows, num_warps=warps

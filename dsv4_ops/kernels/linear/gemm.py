@@ -13,10 +13,10 @@ from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
     byte_rows,
     multiply_fp8,
-    reordered,
     tile_rows,
 )
 from dsv4_ops.kernels.common.fp8 import round_to  # by name: Inductor copies no modules
+from dsv4_ops.kernels.common.reorder import reordered
 from dsv4_ops.kernels.common.sizes import SIZES, SIZES_BUT_TOKENS
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear import block_gemm
@@ -147,7 +147,7 @@ def _multiply_as_bf16(
     max_tokens = MAX_CODE_TOKENS if scaled and launch.target(x.device).mma_sync else max(TILES)
     tokens, splits = choose_tile(num_tokens, rows, width // WEIGHT_BLOCK, num_sms, max_tokens)
     weight_rows, warps, _ = TILES[tokens]
-    x = reordered(x, False) if tokens > FEW_TOKENS else x
+    x = reordered(launch, x, False) if tokens > FEW_TOKENS else x
     dtype = out_dtype if splits == 1 else torch.float32
     out = x.new_empty((splits, num_tokens, rows), dtype=dtype)
     programs = splits * (rows // weight_rows) * ((num_tokens + tokens - 1) // tokens)

@@ -4,13 +4,16 @@ this file, which prints the blocks that were right."""
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from itertools import groupby, product
+from typing import Any, ClassVar
 
 import torch
 
 from dsv4_ops import testing
+from dsv4_ops.core.layout import round_up
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels.experts import activations, experts, grouped_gemm, plan, route
+from dsv4_ops.kernels.common.reorder import reordered
+from dsv4_ops.kernels.experts import activations, experts, grouped_gemm, plan
 from dsv4_ops.kernels.launcher import EAGER, Launcher, _WithOptions
 from dsv4_ops.reference import experts as reference, linear as reference_linear
 from dsv4_ops.testing.case import Case
@@ -26,6 +29,16 @@ WITHOUT_CODES = Launcher(_WithOptions, capability=(8, 0))
 """The launcher of an A100, whose tensor cores do not multiply e4m3 codes."""
 
 
+def checked(name: str, case: Case, launch: Launcher = EAGER) -> Any:
+    """Return an op's results, which agree with those of its reference."""
+    found = OPS[name].implementation("kernels")(launch, *case.tensors, **case.settings)
+    expected = case.run(OPS[name].reference)
+    assert expected[0].any()
+    results = found if isinstance(found, tuple) else (found,)
+    assert_agrees(name, testing.op_testing(name), case, results, expected)
+    return found
+
+
 def check(block: int, width: int, size: int, bits: int) -> None:
     """A row's scales end within a step or begin at an odd byte; experts have few or many rows."""
     seed = torch.Generator().manual_seed(block)
@@ -39,19 +52,12 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     stages = grouped_gemm.PAIR_STAGES.get((bits, block), 0)
     blocks = grouped_gemm.Blocks(block, grouped_gemm.TILES[bits][block], stages, False)
     grouped_gemm.choose_blocks = lambda *_, **__: blocks
-    case = Case(f"blocks of {block}", call, SETTINGS)
-    found = experts(EAGER, *call, **SETTINGS)
-    expected = case.run(OPS["experts"].reference)
-    assert expected[0].any()
-    assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
+    found = checked("experts", Case(f"blocks of {block}", call, SETTINGS))
     if bits == 16:
         return
     if several and (bits, block) == (4, 16):
-        case = Case("rounded", call, {**SETTINGS, "activations": "fp8"})
-        found = experts(EAGER, *call, **case.settings)
-        expected = case.run(OPS["experts"].reference)
-        assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
-        assert torch.equal(experts(WITHOUT_CODES, *call, **case.settings), found)
+        found = checked("experts", Case("rounded", call, W4A8))
+        assert torch.equal(experts(WITHOUT_CODES, *call, **W4A8), found)
     if several:
         return
     odd = [torch.cat((each[..., :1], each), -1)[..., 1:] for each in (up_scale, down_scale)]
@@ -94,37 +100,24 @@ def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], 
     assert CHOOSE_BLOCKS(ids.numel(), 2, 4, codes=True).codes
 
     def again() -> bool:
-        flags: list[torch.Tensor] = []
-        launch = grouped_gemm._launch_gemm
-
-        def look(launcher: Launcher, kernels: tuple[Any, Any], *rest: Any) -> None:
-            def wrap(kernel: Any) -> Any:
-                return Counted(kernel, flags) if kernel is kernels[1] else _WithOptions(kernel)
-
-            launch(Launcher(wrap), kernels, *rest)
-
-        grouped_gemm._launch_gemm = look
-        try:
-            found = experts(EAGER, *case.tensors, **W4A8)
-        finally:
-            grouped_gemm._launch_gemm = launch
-        expected = case.run(OPS["experts"].reference)
-        assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
-        return bool(flags[0].any())
+        Kept.launches.clear()
+        checked("experts", case, Launcher(Kept))
+        kernel = grouped_gemm.gate_up_by_blocks_kernel
+        (args,) = (args for each, args in Kept.launches if each is kernel)
+        return bool(args[kernel.arg_names.index("out_of_reach")].any())
 
     return again, case
 
 
-class Counted:
-    """A kernel that keeps the flags of programs that multiply again, block by block."""
+class Kept(_WithOptions):
+    """A kernel whose launches, with their arguments, are kept."""
 
-    def __init__(self, kernel: Any, flags: list[torch.Tensor]) -> None:
-        self.kernel, self.flags = kernel, flags
+    launches: ClassVar[list[tuple[Any, tuple[Any, ...]]]] = []
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **settings: Any) -> None:
-            self.flags.append(args[self.kernel.arg_names.index("out_of_reach")].clone())
-            self.kernel[grid](*args, **settings)
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **given: Any) -> None:
+            self.launches.append((self.kernel, args))
+            super(Kept, self).__getitem__(grid)(*args, **given)
 
         return launch
 
@@ -148,13 +141,9 @@ def check_plan(num_rows: int) -> None:
 def marked(experts: list[int]) -> list[int]:
     """The first block of an expert's pair represents both blocks."""
     found = []
-    while experts:
-        expert, *experts = experts
-        if expert >= 0 and experts[:1] == [expert]:
-            found += [expert + plan.PAIR.value, -1]
-            experts = experts[1:]
-        else:
-            found.append(expert)
+    for expert, same in groupby(experts):
+        pairs, alone = divmod(len(list(same)), 2)
+        found += [expert + plan.PAIR.value if expert >= 0 else -1, -1] * pairs + [expert] * alone
     return found
 
 
@@ -176,11 +165,8 @@ def check_route() -> None:
     seed = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 200, generator=seed).bfloat16() for n in (90, 70))
     bias = torch.randn(70, generator=seed) / 8
-    call, settings = (hidden, weight / 16, bias, None, None), {"top_k": 6, "scale": 1.5}
-    case = Case("many tokens", call, settings)
-    expected = case.run(OPS["route"].reference)
-    found = route(EAGER, *call, **settings)
-    assert_agrees("route", testing.op_testing("route"), case, found, expected)
+    call = (hidden, weight / 16, bias, None, None)
+    checked("route", Case("many tokens", call, {"top_k": 6, "scale": 1.5}))
 
 
 def check_rounding() -> None:
@@ -199,8 +185,25 @@ def check_rounding() -> None:
     assert equal(rows, expected)
 
 
+def check_reordered() -> None:
+    """Rows have gaps and begin at odd addresses, are padded or not, or there are none."""
+    shapes = ((0, 64), (1, 512), (5, 200), (3, 2, 384))
+    for fp4, dtype, shape in product((False, True), (torch.bfloat16, torch.uint8), shapes):
+        width, order = shape[-1], [0] * (64 << fp4)
+        for t, i, j, h, p in product(range(4), range(4), range(2), range(1 + fp4), range(2)):
+            value = 32 * t + 8 * i + 4 * j + 2 * h + p if fp4 else 16 * t + 4 * i + 2 * j + p
+            order[64 * h + 16 * i + 8 * p + 2 * t + j] = value
+        whole = torch.randint(1, 256, (*shape[-2::-1], width + 9)).to(dtype)
+        x = whole.movedim(0, -2)[..., 1:-8]
+        expected = x.new_zeros((*shape[:-1], round_up(width, 128 << fp4)))
+        expected[..., :width] = x
+        expected = expected.unflatten(-1, (-1, 64 << fp4))[..., order].flatten(-2)
+        assert torch.equal(reordered(EAGER, x, fp4), expected)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    check_reordered()
     check_plan(4500)
     check_pairs()
     check_rounding()
