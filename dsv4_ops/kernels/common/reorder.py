@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,6 +73,8 @@ def reorder_sizes(x: Tensor, fp4: bool, chunk: int) -> tuple[Any, ...]:
 def reordered(launch: Launcher, x: Tensor, fp4: bool) -> Tensor:
     """Return rows [num_tokens, k] or [num_tokens, num_groups, k] in the order in which kernels
     multiply them (``reordered_offset``), dense and padded with zeros to a step."""
+    if launch.opaque_gluon and isinstance(x.shape[0], int):
+        return _permuted(x, fp4)
     sizes = reorder_sizes(x, fp4, CHUNK)
     _, padded, groups, _, _ = sizes
     token_stride, *group_stride, stride = x.stride()
@@ -83,3 +86,13 @@ def reordered(launch: Launcher, x: Tensor, fp4: bool) -> Tensor:
         REORDER=sizes, num_warps=WARPS,
     )  # fmt: skip
     return out
+
+
+def _permuted(x: Tensor, fp4: bool) -> Tensor:
+    """Reorder with torch: in a graph of fixed sizes, Inductor fuses the copy with the op before."""
+    width, lead = int(x.shape[-1]), x.dim() - 1
+    padding = round_up(width, step_size(fp4)) - width
+    padded = torch.cat([x, x.new_zeros((*x.shape[:-1], padding))], -1) if padding else x
+    parts: Tensor = padded.unflatten(-1, (-1, 4, 4, 2, 2 if fp4 else 1, 2))
+    order = (lead, *(lead + dim for dim in (4, 2, 5, 1, 3)))
+    return parts.permute(*range(lead), *order).reshape(padded.shape)
