@@ -851,7 +851,8 @@ def mla_sparse(
         batch_invariant: Whether only topk decides the splits if num_splits is 0. A token's result
             then has the same bits regardless of the other tokens in the batch.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition).
-            "auto" runs our kernels on CUDA and the reference elsewhere.
+            "auto" runs our kernels on CUDA and the reference elsewhere. FlashMLA rounds the scales
+            of "mla_ds_fp8" to bfloat16, which keeps powers of two (``scale_format="ue8m0"``).
 
     Returns:
         out: [num_tokens, num_heads, kv_lora_rank], the dtype of q; 0 for tokens without a row, such

@@ -53,11 +53,12 @@ def keys_of(view: Tensor, slots: Tensor, lens: Tensor | None) -> tuple[Tensor, T
     if lens is not None:
         require(lens.is_contiguous() and lens.dtype == torch.int32, "the lengths")
         require(bool(((lens >= 0) & (lens <= slots.shape[1])).all()), "lengths out of range")
-        inside = column < lens[:, None]
-        require(not is_v32 or not bool((counts & ~inside).any()), "slots past the length")
-        counts = counts & inside
+        require(not is_v32, "lengths of rows of 656 bytes")
+        counts = counts & (column < lens[:, None])
     if is_v32:
         stored, _ = mla.stored_rows(view[:, :, 0], slots // size, slots % size)
+        scales = stored.view(torch.float32)[..., 128:132]
+        scales.copy_(scales.bfloat16())
         keys = mla.values_of(stored, torch.uint8, MlaDsFp8Layout.tag)
         return torch.where(counts[..., None], keys, 0), counts
     cache = view.as_strided((blocks, 584 * size), (view.stride(0), 1))

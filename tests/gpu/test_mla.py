@@ -136,7 +136,7 @@ def test_flash_mla(flash_mla_or_skip):
 def test_flash_mla_over_selected_rows(heads, layout, flash_mla_or_skip):
     for block_size in (64, 7):
         made = {"longest": 700, "layout": layout, "block_size": block_size}
-        case = sparse_case(mla_case(7, [1, 3, 2], heads, **made))
+        case = mla_batches.flash_mla_case(mla_case(7, [1, 3, 2], heads, **made))
         assert_exact(called(case, impl="flash_mla"), case, op=SPARSE)
 
 

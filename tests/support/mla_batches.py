@@ -209,6 +209,14 @@ def sparse_case(case: Case, seed: int = 0, topk: int = 0) -> Case:
     return Case("sparse", (q, cache, indices, lens), case.settings)
 
 
+def flash_mla_case(case: Case) -> Case:
+    """Make a call of ``mla_sparse`` whose FP8 rows have bf16 scales; FlashMLA rounds others."""
+    if case.settings["layout"] == DS_FP8:
+        scales = case.tensors[1].view(torch.float32)[..., RANK // 4 : RANK // 4 + 4]
+        scales.copy_(scales.bfloat16())
+    return sparse_case(case)
+
+
 def assert_exact(
     actual: tuple[Tensor, Tensor], case: Case, more: float = 1.6, op: str = DENSE
 ) -> None:

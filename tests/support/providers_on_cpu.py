@@ -16,7 +16,7 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.fakes import flash_mla as fake_flash_mla
 from tests.fakes.deep_gemm import FakeDeepGemm
 from tests.support import attention_batches as batches
-from tests.support.mla_batches import DENSE, DS_FP8, SPARSE, mla_case, sparse_case
+from tests.support.mla_batches import DENSE, DS_FP8, SPARSE, flash_mla_case, mla_case
 from tests.support.prefill_batches import PREFILL, prefill_case
 
 LIBRARY_OPS = {
@@ -31,7 +31,7 @@ CASES = {
     PREFILL: lambda seed, heads=64: prefill_case(seed, 7, heads, "C4", longest=300, topk=70),
     batches.GATHERED: lambda seed, heads=64: batches.gathered_case(seed, 7, heads, 130),
     DENSE: lambda seed, heads=64: mla_case(seed, [2, 1, 3], heads, longest=200),
-    SPARSE: lambda seed, heads=64: sparse_case(
+    SPARSE: lambda seed, heads=64: flash_mla_case(
         mla_case(seed, [2, 1, 3], heads, longest=200, layout=(DS_FP8, "plain")[seed % 2])
     ),
 }

@@ -265,10 +265,10 @@ def mla_sparse(
         kv_cache = kv_cache.new_zeros((1, *kv_cache.shape[1:]))
     q, slots = _dense(q), prepared.slots[:, None]
     if is_fp8:
-        none = (None,) * 6  # sink, plan and a second cache
-        out, lse, _, _ = decode(
-            q[:, None], kv_cache[:, :, None], slots, prepared.lens, *none, WIDTH, softmax_scale
-        )
+        # lengths, which FlashMLA refuses with these rows, sink, plan and a second cache
+        none = (None,) * 7
+        rows = kv_cache[:, :, None]
+        out, lse, _, _ = decode(q[:, None], rows, slots, *none, WIDTH, softmax_scale)
         out, lse = out.squeeze(1), lse.squeeze(2)
     else:
         rows = kv_cache.view(-1, 1, kv_cache.shape[2])

@@ -24,7 +24,7 @@ from tests.fakes.deep_gemm import FakeDeepGemm, indexer_call
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 from tests.support import attention_batches as batches
 from tests.support.attention_batches import DECODE, PAGED, decode_case, integers, with_inverse_rope
-from tests.support.mla_batches import DENSE, DS_FP8, SPARSE, mla_case, sparse_case
+from tests.support.mla_batches import DENSE, DS_FP8, SPARSE, flash_mla_case, mla_case
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
 
@@ -68,7 +68,8 @@ def dense() -> Iterator[tuple[str, Case]]:
 def selected() -> Iterator[tuple[str, Case]]:
     """V3.2's rows for FlashMLA: codes, then plain rows."""
     for seed, layout in enumerate((DS_FP8, "plain")):
-        case = sparse_case(mla_case(seed, [2, 1, 3], 64, longest=130, layout=layout, block_size=7))
+        made = {"longest": 130, "layout": layout, "block_size": 7}
+        case = flash_mla_case(mla_case(seed, [2, 1, 3], 64, **made))
         yield SPARSE, case
         q, cache, *rest = case.tensors
         yield SPARSE, Case("no block", (q, cache[:0], *rest), case.settings)
