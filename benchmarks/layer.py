@@ -12,7 +12,7 @@ from benchmarks.cases.layer_cases import FLASH, PRO, Model, layer_cases
 from benchmarks.cases.layer_check import Found
 from benchmarks.harness.measure import Checked, OpBench
 from benchmarks.harness.timing import device_activities, host_us
-from benchmarks.harness.work import Case, Work
+from benchmarks.harness.work import Case
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 
@@ -38,7 +38,7 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
 class Bench(OpBench):
     """Measure the layer, and a sequence of the baselines' stages."""
 
-    groups, smoke_groups = CASES, ("window",)
+    groups, smoke_groups, all_compare = CASES, ("window",), True
     title = (
         "An attention layer between its projections, one decode step, microseconds; before timing "
         "every output was that of the references on the CPU, within the tolerances of FlashMLA's "
@@ -60,9 +60,6 @@ class Bench(OpBench):
 
     def loaded(self) -> Sequence[Any]:
         return list(self.modules[:3])
-
-    def has_baseline(self, work: Work) -> bool:
-        return True
 
     def time_baseline(self, at: Checked) -> None:
         row, work = at.row, at.work

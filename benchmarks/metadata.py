@@ -43,21 +43,18 @@ def _spec(small: bool) -> AttentionSpec:
     )
 
 
-def _mixed(small: bool) -> list[Case]:
-    """Make batches of mixed contexts."""
+def _cases(group: str, small: bool) -> list[Case]:
+    """Make batches of mixed contexts, or of equal contexts."""
     spec, requests = _spec(small), _REQUESTS[:2] if small else _REQUESTS
-    grid = [(n, count) for n in _NEXT_N if n <= spec.next_n for count in requests]
-    return [_case(spec, count, next_n) for next_n, count in grid]
-
-
-def _equal(small: bool) -> list[Case]:
-    """Make batches of equal contexts."""
-    spec, count = _spec(small), _REQUESTS[1] if small else _CONTEXT_REQUESTS
+    if group == "mixed":
+        sizes = [n for n in _NEXT_N if n <= spec.next_n]
+        return [_case(spec, count, next_n) for next_n in sizes for count in requests]
     contexts = [length for length in _CONTEXTS if length <= spec.max_model_len]
+    count = _REQUESTS[1] if small else _CONTEXT_REQUESTS
     return [_case(spec, count, 1, length) for length in contexts]
 
 
-CASES = {"mixed": _mixed, "context": _equal}
+CASES = {group: functools.partial(_cases, group) for group in ("mixed", "context")}
 
 
 def _case(
@@ -124,7 +121,7 @@ def differences(args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
 class Bench(OpBench):
     """Measure a step's metadata; every field must be exact."""
 
-    groups = CASES
+    groups, all_compare = CASES, True
     title = "Decode metadata of one step, microseconds; checked exactly before timing"
     notes = (
         "baseline_us: of kernels in the order of vLLM 0.22.1's builders, which for next_n = 4 also "
@@ -153,9 +150,6 @@ class Bench(OpBench):
         super()._time_cuda(at, compiled, copies)
         single = Capture([functools.partial(compiled, *at.work.sets[0])])
         at.row.host_us = host_us(single.graph.replay).median
-
-    def has_baseline(self, work: Work) -> bool:
-        return True
 
     def time_baseline(self, at: Checked) -> None:
         row, work = at.row, at.work

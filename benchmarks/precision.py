@@ -153,21 +153,15 @@ class _Judge:
 
         v4.patch(model, kv=kv, precision=precision)
         try:
-            sizes = self.sizes
-            cache = v4.PagedCache.for_model(
-                model, max_batch_size=sizes.requests, max_cache_len=sizes.prefill + sizes.decode
-            )
+            requests, length = self.ids.shape
+            cache = v4.PagedCache.for_model(model, max_batch_size=requests, max_cache_len=length)
             return self._through(lambda ids: model(ids, cache=cache).logits)
         finally:
             v4.unpatch(model)
 
     def _through(self, call: Callable[[Tensor], Tensor]) -> Tensor:
-        split = self.sizes.prefill
-        logits = [call(self.ids[:, :split])]
-        logits += [
-            call(self.ids[:, place : place + 1]) for place in range(split, self.ids.shape[1])
-        ]
-        return torch.cat([part.float() for part in logits], 1)
+        parts = self.ids.split([self.sizes.prefill, *[1] * self.sizes.decode], 1)
+        return torch.cat([call(part).float() for part in parts], 1)
 
 
 def compare(logits: Tensor, expected: Tensor) -> dict[str, float]:

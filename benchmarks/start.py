@@ -181,10 +181,13 @@ class Steps:
     def first(self, step: Callable[..., Any], counts: Sequence[int]) -> tuple[float, int]:
         """Run a step; return its seconds, and the number of graphs that it compiled."""
         batch, graphs = self.batch(counts), _graphs()
+        return self._seconds(step, batch), _graphs() - graphs
+
+    def _seconds(self, step: Callable[..., Any], batch: Any) -> float:
         began = time.perf_counter()
         step(batch, self.cache)
         wait(self.cache.device)
-        return time.perf_counter() - began, _graphs() - graphs
+        return time.perf_counter() - began
 
     def batch(self, counts: Sequence[int]) -> Any:
         """Make the next ``counts`` tokens of the first requests."""
@@ -197,21 +200,15 @@ class Steps:
         """Raise if the logits differ from those of an eager step of the same tokens."""
         batch = self.batch([1] * requests)
         expected = self.v4.decode_step(self.model, batch, self.cache)
-        error = (self.decode(batch, self.cache) - expected).abs().max() / expected.abs().max()
-        if not float(error) < _MOST_ERROR:
-            raise WrongResult(
-                f"start: a compiled decode of {requests} is off by {float(error):.3f}"
-            )
+        difference = (self.decode(batch, self.cache) - expected).abs().max()
+        error = float(difference / expected.abs().max())
+        if not error < _MOST_ERROR:
+            raise WrongResult(f"start: a compiled decode of {requests} is off by {error:.3f}")
 
     def clock_ms(self, step: Callable[..., Any], counts: Sequence[int]) -> float:
         """Repeat the step at the same positions, and return its median wall time."""
-        batch, times = self.batch(counts), list[float]()
-        for _ in range(5):
-            began = time.perf_counter()
-            step(batch, self.cache)
-            wait(self.cache.device)
-            times.append(1e3 * (time.perf_counter() - began))
-        return median(times)
+        batch = self.batch(counts)
+        return 1e3 * median(self._seconds(step, batch) for _ in range(5))
 
     def captured_ms(self, requests: int) -> float:
         """Return the median time of the step in a CUDA graph."""

@@ -37,7 +37,8 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
     model = in_bfloat16(transformers.DeepseekV4ForCausalLM, config, device)
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in model.named_parameters():
-        centre, spread = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, _spread(weight))
+        spread = float(weight.shape[-1] ** -0.5) if weight.dim() > 1 else 0.5
+        centre, spread = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, spread)
         weight.normal_(centre, spread, generator=generator)
     for name, table in model.named_buffers():
         if name.endswith("tid2eid"):
@@ -55,10 +56,6 @@ def in_bfloat16(kind: Any, config: Any, device: torch.device) -> Any:
             return kind(config).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
-
-
-def _spread(weight: Tensor) -> float:
-    return float(weight.shape[-1] ** -0.5) if weight.dim() > 1 else 0.5
 
 
 def filled_cache(model: Any, *, batch: int, context: int) -> Any:

@@ -116,6 +116,7 @@ class OpBench:
     """Groups of a smoke run; empty for all groups."""
     title: ClassVar[str]
     notes: ClassVar[tuple[str, ...]] = ()
+    all_compare: ClassVar[bool] = False  # all cases have a baseline, without ``Work.baseline``
     flop_per_us: ClassVar[float] = FLOP_PER_US
 
     def __init__(self, device: torch.device, baseline: Path | None, *, budget_s: float) -> None:
@@ -174,10 +175,6 @@ class OpBench:
     def loaded(self) -> Sequence[Any]:
         """Return the libraries and modules that name the baseline."""
         return [self.modules]
-
-    def has_baseline(self, work: Work) -> bool:
-        """Return whether a case has a baseline."""
-        return work.baseline is not None
 
     def compare_baseline(self, at: Checked, baseline: Sequence[Tensor]) -> None:
         """Record how the baseline's results differ: by default, in how many bytes."""
@@ -261,7 +258,7 @@ class OpBench:
                 raise
             except Exception as error:
                 row.say("note", f"{name}: {one_line(error)}")
-        if not self.has_baseline(work):
+        if work.baseline is None and not self.all_compare:
             return
         row.baseline_error = self.baseline_error
         if self.modules is None:
