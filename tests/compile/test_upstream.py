@@ -18,11 +18,6 @@ torch.library.register_fake(
 fill_row = torch.ops.dsv4_ops_tests.fill_row.default
 
 
-def written_layer(caches: torch.Tensor) -> list[int]:
-    """Return the indices of layers of [layers, rows, width] that are not all 0."""
-    return [layer for layer in range(caches.shape[0]) if caches[layer].any()]
-
-
 @pytest.mark.slow
 def test_mutating_op_on_a_layer_of_a_graph_input_writes_layer_0():
     """With symbolic sizes, `op(cache[layer])` on a graph input writes to layer 0. So caches are
@@ -33,4 +28,5 @@ def test_mutating_op_on_a_layer_of_a_graph_input_writes_layer_0():
         lambda caches, rows: fill_row(caches[1], rows, 1.0), fullgraph=True, dynamic=True
     )
     compiled(caches, rows)
-    assert written_layer(caches) == [0], "fixed upstream: allow cache[layer] of graph inputs"
+    written = [layer for layer in range(3) if caches[layer].any()]
+    assert written == [0], "fixed upstream: allow cache[layer] of graph inputs"

@@ -8,14 +8,10 @@ import dsv4_ops
 KERNELS = Path(dsv4_ops.__file__).parent / "kernels"
 
 
-def of_triton(function):
-    return any(ast.unparse(each) == "triton.jit" for each in function.decorator_list)
-
-
 def functions():
     for path in sorted(KERNELS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and of_triton(node):
+            if "triton.jit" in map(ast.unparse, getattr(node, "decorator_list", ())):
                 yield path.name, node
 
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
+Ints = Sequence[int]
 Row = list[int]
-Rows = Sequence[Sequence[int]]
+Rows = Sequence[Ints]
 
 NAN = 0x7FC0
 INF = 0x7F80
@@ -41,7 +42,7 @@ CODES = [code_magnitude(code) for code in range(CODE_LARGEST + 1)]
 MIDPOINTS = [low + high for low, high in pairwise(CODES)]  # in units of 2^-10
 
 
-def largest_magnitude(values: Sequence[int]) -> int:
+def largest_magnitude(values: Ints) -> int:
     """Return the bits of the amax: NaN counts as 0, infinity as the largest finite number."""
     magnitudes = [bits & 0x7FFF for bits in values]
     return min(max((bits for bits in magnitudes if bits <= INF), default=0), MAX_FINITE)
@@ -86,7 +87,7 @@ def encoder(byte: int) -> Encoder:
     return Encoder(byte)
 
 
-def quantize(values: Sequence[int]) -> tuple[int, Row]:
+def quantize(values: Ints) -> tuple[int, Row]:
     """Return the scale byte and the codes of one block."""
     byte = scale_byte(largest_magnitude(values))
     table = encoder(byte)
@@ -121,13 +122,11 @@ def bf16_bits(quarters: int) -> int:
     return min(bits + ((shift - 2) << 7), INF)
 
 
-def copied(pages: Sequence[Sequence[int]]) -> list[Row]:
+def copied(pages: Rows) -> list[Row]:
     return [list(page) for page in pages]
 
 
-def places(
-    slot_mapping: Sequence[int], num_blocks: int, block_size: int
-) -> list[tuple[int, int, int]]:
+def places(slot_mapping: Ints, num_blocks: int, block_size: int) -> list[tuple[int, int, int]]:
     """Return token, block and row of every token that an insert writes."""
     return [
         (token, slot // block_size, slot % block_size)
@@ -137,7 +136,7 @@ def places(
 
 
 def quantize_and_insert_k_cache(
-    k: Rows, k_cache: Rows, slot_mapping: Sequence[int], *, block_size: int, layout: str = "v4_fp8"
+    k: Rows, k_cache: Rows, slot_mapping: Ints, *, block_size: int, layout: str = "v4_fp8"
 ) -> list[Row]:
     assert layout == "v4_fp8"
     pages = copied(k_cache)
@@ -156,12 +155,7 @@ def quantize_and_insert_k_cache(
 
 
 def quantize_and_insert_indexer_k(
-    k: Rows,
-    k_cache: Rows,
-    slot_mapping: Sequence[int],
-    *,
-    block_size: int,
-    layout: str = "v4_indexer_fp8",
+    k: Rows, k_cache: Rows, slot_mapping: Ints, *, block_size: int, layout: str = "v4_indexer_fp8"
 ) -> list[Row]:
     assert layout == "v4_indexer_fp8"
     pages = copied(k_cache)
@@ -174,9 +168,7 @@ def quantize_and_insert_indexer_k(
     return pages
 
 
-def insert_k_cache(
-    k: Rows, k_cache: Sequence[Rows], slot_mapping: Sequence[int]
-) -> list[list[Row]]:
+def insert_k_cache(k: Rows, k_cache: Sequence[Rows], slot_mapping: Ints) -> list[list[Row]]:
     pages = [copied(page) for page in k_cache]
     block_size = len(pages[0]) if pages else 1
     for token, page, row in places(slot_mapping, len(pages), block_size):
@@ -185,7 +177,7 @@ def insert_k_cache(
 
 
 def find_row(
-    position: int, table_row: Sequence[int], num_blocks: int, block_size: int
+    position: int, table_row: Ints, num_blocks: int, block_size: int
 ) -> tuple[int, int] | None:
     """Return the block and row of a request's position, or None."""
     column = position // block_size
@@ -194,7 +186,7 @@ def find_row(
     return table_row[column], position % block_size
 
 
-def main_row(page: Sequence[int], row: int, block_size: int) -> Row:
+def main_row(page: Ints, row: int, block_size: int) -> Row:
     data = page[row * MAIN_DATA : (row + 1) * MAIN_DATA]
     scales = page[block_size * MAIN_DATA + row * MAIN_SCALES :]
     values = []
@@ -208,8 +200,8 @@ def main_row(page: Sequence[int], row: int, block_size: int) -> Row:
 def dequantize_and_gather_k_cache(
     out: Sequence[Rows],
     k_cache: Rows | Sequence[Rows],
-    seq_lens: Sequence[int],
-    gather_lens: Sequence[int] | None,
+    seq_lens: Ints,
+    gather_lens: Ints | None,
     block_table: Rows,
     *,
     block_size: int,
@@ -235,8 +227,8 @@ def dequantize_and_gather_k_cache(
 
 def gather_k_cache(
     k_cache: Rows | Sequence[Rows],
-    seq_lens: Sequence[int],
-    gather_lens: Sequence[int] | None,
+    seq_lens: Ints,
+    gather_lens: Ints | None,
     block_table: Rows,
     *,
     block_size: int,
@@ -255,7 +247,7 @@ def gather_k_cache(
 
 def gather_indexer_k(
     k_cache: Rows,
-    cu_seq_lens: Sequence[int],
+    cu_seq_lens: Ints,
     block_table: Rows,
     *,
     block_size: int,

@@ -64,10 +64,6 @@ def new_cache(model=None, **sizes):
     return v4.PagedCache.for_model(model or reference(), **given)
 
 
-def random_run(model, cache, rng):
-    return run_randomly(Engine(model, cache, tokens()), rng)
-
-
 def called_by(run):
     with Called() as called:
         run()
@@ -82,7 +78,7 @@ def test_variants_with_expanded_contexts(name):
     with pytest.MonkeyPatch.context() as small:
         module = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
         small.setattr(f"{module}.mla_workspace_rows", lambda **sizes: 64)
-        engine = random_run(model, new_cache(model, num_blocks=6), Random(3))
+        engine = run_randomly(Engine(model, new_cache(model, num_blocks=6), tokens()), Random(3))
     scale = max(1.0, float(expected(name).std()))
     assert engine.worst(expected(name)) < CLOSE * scale
 

@@ -54,10 +54,12 @@ def test_what_workers_tuned_has_the_name_that_other_processes_look_for(tmp_path,
 
 def test_kernels_of_triton_and_launchers_move_with_their_paths(tmp_path, monkeypatch, moved):
     pytest.importorskip("triton", reason="published for Linux only")
+    from triton.runtime.cache import _base32
+
     from dsv4_ops.kernels.experts import plan
 
     folders = {name: tmp_path / f"triton {name}" for name in ("first", "second")}
-    held = folders["first"] / kernel_name(bytes(range(32)).hex())
+    held = folders["first"] / _base32(bytes(range(32)).hex())
     other = folders["first"] / "LAUNCHER"
     for folder in (held, other, folders["first"] / "OF_ANOTHER_PACKAGE"):
         folder.mkdir(parents=True)
@@ -81,12 +83,6 @@ def test_kernels_of_triton_and_launchers_move_with_their_paths(tmp_path, monkeyp
     assert found == {f"{held.name}/{name}" for name in names} | launcher
     text = (folders["second"] / held.name / "__grp__kernel.json").read_text()
     assert text == f'{{"kernel.cubin": "{folders["second"] / held.name}/kernel.cubin"}}'
-
-
-def kernel_name(kernel_hash):
-    from triton.runtime.cache import _base32
-
-    return _base32(kernel_hash)
 
 
 def test_triton_names_and_stores_its_files_as_inductors_workers_do(tmp_path, monkeypatch):

@@ -203,29 +203,12 @@ def test_the_cache_has_keys_of_the_layer(quantized, model):
     assert len(held) == len(without) == 3
 
 
-E8M0 = "mtp.0.ffn.experts.1.w3.scale"
+E8M0, E4M3 = "mtp.0.ffn.experts.1.w3.scale", "mtp.0.attn.wq_b.weight"
+WQ_A = "mtp.0.attn.wq_a.weight"
 
 
-def _nan(held):
-    held[E8M0].view(torch.uint8)[3, 1] = 255
-
-
-E4M3 = "mtp.0.attn.wq_b.weight"
-
-
-def _nan_code(held):
-    held[E4M3].view(torch.uint8)[3, 1] = 0xFF
-
-
-def _drop(name):
-    return lambda held: held.pop(name)
-
-
-def _transpose(name):
-    def change(held):
-        held[name] = held[name].mT.contiguous()
-
-    return change
+def _nan(name):
+    return lambda held: held[name].view(torch.uint8)[3, 1].fill_(0xFF)
 
 
 def _rename(before, after):
@@ -236,29 +219,28 @@ def _rename(before, after):
     return change
 
 
-def _without_draft(held):
-    for name in [name for name in held if name.startswith("mtp.")]:
-        del held[name]
-
-
 ABSENT = "path must hold {}, got no such tensor. Download the file again, or convert it from"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_drop("mtp.0.e_proj.scale"), ABSENT.format("mtp.0.e_proj.scale, F8_E8M0 [2, 2]")),
+        (lambda held: held.pop("mtp.0.e_proj.scale"),
+         ABSENT.format("mtp.0.e_proj.scale, F8_E8M0 [2, 2]")),
         (_rename("mtp.0.enorm", "mtp.0.engram"), ABSENT.format("mtp.0.enorm.weight, BF16 [256]")),
-        (_transpose("mtp.0.attn.wq_a.weight"),
+        (lambda held: held.update({WQ_A: held[WQ_A].mT.contiguous()}),
          "mtp.0.attn.wq_a.weight must be F8_E4M3 [128, 256], got F8_E4M3 [256, 128]. It is tran"),
         (_rename("mtp.0.e_proj", "mtp.0.main_proj"), "path must be of an MTP layer, got mtp.0.mai"),
         (lambda held: held.update({"mtp.0.engram.weight": torch.zeros(2)}),
          "path must hold no tensor that a draft layer has no place for, got mtp.0.engram.weight"),
         (_rename("mtp.0.", "mtp.1."), "path must hold one draft layer, mtp.0, got mtp.1.attn.att"),
-        (_without_draft, "path must hold a draft layer, mtp.0, got no tensor of it. Pass a check"),
+        (lambda held: [held.pop(name) for name in [*held] if name.startswith("mtp.")],
+         "path must hold a draft layer, mtp.0, got no tensor of it. Pass a check"),
         (None, "model_type must be 'deepseek_v4', got 'deepseek_v41'. Pass the model's own ch"),
-        (_nan_code, f"{E4M3} must hold codes of numbers, got NaN (0x7F or 0xFF). Download it agai"),
-        (_nan, f"{E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 other values. Download"),
+        (_nan(E4M3),
+         f"{E4M3} must hold codes of numbers, got NaN (0x7F or 0xFF). Download it agai"),
+        (_nan(E8M0),
+         f"{E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 other values. Download"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_loaded_is_refused_by_name(quantized, changed, change, message):
