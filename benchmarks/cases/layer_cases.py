@@ -45,6 +45,7 @@ a call are the tensors of the first three in this order, then those of Attention
 group before the C128 group."""
 
 _STEP = INPUTS + WEIGHTS + CACHES
+_STEP_FIELDS = [each.name for each in fields(AttentionStep)]  # Dynamo cannot trace fields()
 
 _MAX_SETS = 8
 _ROPE_ROWS = 64  # the table repeats these rows, because a benchmark needs no other angles
@@ -67,8 +68,7 @@ def parts_of(args: Args) -> tuple[LayerInputs, LayerWeights, LayerCaches, Attent
     """Group the tensors of a call into the arguments of ``attention_layer``."""
     rest, step = args[INPUTS:], args[_STEP:]
     groups = CompressedStep(*step[-2 * GROUP : -GROUP]), CompressedStep(*step[-GROUP:])
-    names = [each.name for each in fields(AttentionStep)]
-    named: dict[str, Any] = dict(zip(names, (*step[: -2 * GROUP], *groups), strict=False))
+    named: dict[str, Any] = dict(zip(_STEP_FIELDS, (*step[: -2 * GROUP], *groups), strict=False))
     return (
         LayerInputs(*args[:INPUTS]),
         LayerWeights(*rest[:WEIGHTS]),
