@@ -17,6 +17,7 @@ from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.modules import fused_projections, split
 from dsv4_ops.integrations.transformers.modules.replacement import with_methods
 from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns
+from dsv4_ops.integrations.transformers.steps.eager import EagerStep
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from dsv4_ops.testing.released_model import released_model, split_over
 from tests.helpers import NIGHTLY
@@ -129,6 +130,9 @@ def rank_parts(rank, folder):
         assert errors.median() < CLOSE, (settings, errors)
         assert errors.max() < 10 * CLOSE, (settings, errors)
         assert model.model.layers[0].mlp.shared_experts.dsv4_ops_fused.weight.shape == (256, 256)
+        eager = EagerStep(model, v4.prefill_step)
+        assert eager.can_be_captured()
+        assert all(eager._addresses()), "a distributed tensor itself has the address 0"
         cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
         if rank == 0:
             run_dry(model, cache)

@@ -15,7 +15,7 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     described,
     state,
 )
-from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks
+from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks, local
 from dsv4_ops.integrations.transformers.steps.dry_runs import calls_users
 from dsv4_ops.integrations.transformers.steps.step import checked, spec_of
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
@@ -68,7 +68,7 @@ class EagerStep:
         return state(cache.device), spec, found
 
     def _addresses(self) -> list[int]:
-        return [each.data_ptr() for each in self._tensors]
+        return [local(each).data_ptr() for each in self._tensors]
 
     def _watched(self) -> Watch | None:
         """Watch everything that the step reads of the model. Return None if no graph may capture
