@@ -125,7 +125,8 @@ def rank_parts(rank, folder):
                 pieces = tensor.chunk(2, place.dim)[rank]
             assert torch.equal(as_bytes(parts[name]), as_bytes(pieces)), name
         heads = settings.get("heads", True)
-        v4.patch(model, parallel=ContextParallel.of() if heads else None)
+        ranks = ContextParallel.of() if heads else None
+        first = called(v4.patch(model, parallel=ranks))
         errors = (logits(model) - want).norm(dim=-1) / want.norm(dim=-1)
         assert errors.median() < CLOSE, (settings, errors)
         assert errors.max() < 10 * CLOSE, (settings, errors)
@@ -133,6 +134,8 @@ def rank_parts(rank, folder):
         eager = EagerStep(model, v4.prefill_step)
         assert eager.can_be_captured()
         assert all(eager._addresses()), "a distributed tensor itself has the address 0"
+        with torch.inference_mode():
+            assert torch.equal(called(v4.patch(v4.unpatch(model), parallel=ranks)), first)
         cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
         if rank == 0:
             run_dry(model, cache)

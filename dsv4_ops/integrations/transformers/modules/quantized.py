@@ -181,7 +181,8 @@ def _scale(module: Any, weight: str) -> Tensor:
 
 def _op_scale(scale: Tensor) -> Tensor:
     """Return scales in a dtype that ops take, without a copy."""
-    scale = local(scale.detach())
+    # call local first: torch cannot detach a distributed tensor in inference mode
+    scale = local(scale).detach()
     return scale if scale.dtype in (torch.float32, torch.uint8) else scale.view(torch.uint8)
 
 

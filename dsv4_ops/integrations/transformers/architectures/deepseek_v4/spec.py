@@ -418,7 +418,8 @@ class SplitHeads(Rewrite):
 
     def refresh(self, op: str, name: str, module: Any) -> None:
         """Let the buffer share the sinks' memory."""
-        sinks, own = local(module.sinks.detach()), getattr(module, OWN_SINKS, None)
+        # call local first: torch cannot detach a distributed tensor in inference mode
+        sinks, own = local(module.sinks).detach(), getattr(module, OWN_SINKS, None)
         if own is None or own.data_ptr() != sinks.data_ptr():
             module.register_buffer(OWN_SINKS, sinks, persistent=False)
 
