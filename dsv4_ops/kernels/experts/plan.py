@@ -63,8 +63,10 @@ def expert_plan_kernel(
     wait_for_previous_kernel()
     expert = tl.program_id(0)
     if REORDER is not None:
+        PADDED: tl.constexpr = REORDER[1]
+        VALUES: tl.constexpr = REORDER[4]
         source = (x, x_token_stride, 0, x_stride)
-        for chunk in range(expert, tl.cdiv(num_tokens * REORDER[1], REORDER[4]), num_experts):
+        for chunk in range(expert, tl.cdiv(num_tokens * PADDED, VALUES), num_experts):
             reorder_chunk(source, x_reordered, tl.cast(chunk, tl.int64), num_tokens, REORDER)
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
     if HAS_COUNTS:
