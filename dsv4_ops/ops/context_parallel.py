@@ -596,14 +596,15 @@ def cp_combine(
     if via == "reduce_scatter":
         lses = _gather(lse[None], world, group)
         share = cp_correct_out(out, lse, lses, lse_base=lse_base)
-        sent_heads = _heads_first(share.out)
+        sent_heads = _heads_first(share.out).flatten()
         summed = torch.ops._c10d_functional.reduce_scatter_tensor(sent_heads, "sum", world, group)
         merged = share.lse.view(num_tokens, world, own)
         if cp_rank is None:
             merged = merged[:, group_rank(group)]
         else:  # an invalid rank must not read out of bounds
             merged = merged.index_select(1, single(cp_rank).clamp(0, world - 1)).squeeze(1)
-        return MergedStates(_arrived(summed).transpose(0, 1), merged)
+        outs = _arrived(summed).view(own, num_tokens, width)
+        return MergedStates(outs.transpose(0, 1), merged)
     if via == "symmetric_memory":
         return MergedStates(*_combine_ranks(out, lse, group, world, lse_base))
     # each rank gets one block: outputs, then log-sum-exps, viewed as integers as wide as an output
@@ -689,10 +690,13 @@ def _gather(x: Tensor, world: int, group: str) -> Tensor:
         else contiguous
     )
     gather = torch.ops._c10d_functional.all_gather_into_tensor
-    return _arrived(gather(sent, world, group)).view(x.dtype)
+    shape = (world * x.shape[0], *x.shape[1:])
+    return _arrived(gather(sent.flatten(), world, group)).view(x.dtype).view(shape)
 
 
 def _arrived(sent: Tensor) -> Tensor:
+    """Wait for a result of one dimension. Inductor raises for results of several, if a symbolic size
+    may be 1: the order of their strides is then not known."""
     arrived: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
     return arrived
 

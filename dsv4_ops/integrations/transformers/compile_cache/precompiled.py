@@ -418,7 +418,7 @@ def environment(settings: Mapping[str, Any]) -> str:
     """
     options = settings.get("options") or {}
     if settings.get("backend", "inductor") != "inductor" or "mode" in settings:
-        raise Undescribed("a backend or a mode")
+        raise Undescribed("a backend other than inductor, or a mode of torch.compile")
     if not (settings["fullgraph"] is True and isinstance(settings["dynamic"], bool)):
         raise Undescribed("several graphs, or sizes that become symbols after a change")
     if not all(isinstance(value, (str, int, float, NoneType)) for value in options.values()):
