@@ -16,9 +16,8 @@ import pytest
 
 from tests.support import cpu_seconds
 
-# A busy machine must not fail a test.
 hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
+hypothesis.settings.load_profile("no deadline")  # a busy machine must not fail a test
 
 # A compilation makes a million objects but little garbage: collections take a tenth of the time.
 gc.set_threshold(50_000, 20, 20)

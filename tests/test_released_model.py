@@ -186,15 +186,14 @@ def test_ranks_have_their_parts_of_the_whole(tmp_path):
 @torch.no_grad()
 def rank_decodes(rank, folder):
     """Return the number of graphs that a compiled step of this process traces."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ["DSV4_OPS_CACHE"] = str(folder / "parts")
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ.update(ranks, DSV4_OPS_CACHE=str(folder / "parts"))
     precompiled.environment = lambda settings: "here"  # graphs run without Inductor
     model = released_model(SPLIT, device="cpu", distributed=split_over(2))
     v4.patch(model, parallel=ContextParallel.of(interleave=2))
     step = v4.compile_step(model, mode="regional", dynamic=True, backend="eager")
     caches = [v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64) for _ in range(2)]
-    for each in caches:
-        each.add("a", num_tokens=8), each.add("b", num_tokens=8)
+    assert [each.add(name, num_tokens=8) for each in caches for name in "ab"] == [0, 1, 0, 1]
     for starts, lens in (([0, 3, 4], [3, 1]), ([0, 1, 2], [4, 2]), ([0, 1], [5])):
         ints = (torch.tensor(v, dtype=torch.int32) for v in (starts, lens, range(len(lens))))
         batch = v4.StepBatch(torch.arange(starts[-1]), *ints)

@@ -695,8 +695,8 @@ def _gather(x: Tensor, world: int, group: str) -> Tensor:
 
 
 def _arrived(sent: Tensor) -> Tensor:
-    """Wait for a result of one dimension. Inductor raises for results of several, if a symbolic size
-    may be 1: the order of their strides is then not known."""
+    """Wait for a result of one dimension. If a symbolic size may be 1, Inductor does not know the
+    order of several strides, and raises."""
     arrived: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
     return arrived
 

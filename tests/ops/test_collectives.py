@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dsv4_ops as ops
 from dsv4_ops.attention import ContextParallel
+from dsv4_ops.core.torch_compat import one_graph_for_all_sizes
 from dsv4_ops.core.types import MergedStates
 from dsv4_ops.ops.context_parallel import GATHERS, gather_each
 from tests.helpers import NIGHTLY, i32, nightly
@@ -195,6 +196,12 @@ def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> 
     assert [each.target for each in called] == 3 * [torch.ops.dsv4_ops._gather_ranks.default]
     assert [each.args[1:] for each in called] == [(fake_ranks, 3, dim) for dim in (1, 0, 0)]
     assert not any("c10d" in str(each.target) for each in seen)
+
+
+def test_one_token_compiles_for_any_number(fake_ranks: str) -> None:
+    run = torch.compile(lambda x: ops.cp_gather_heads(x, fake_ranks), fullgraph=True, dynamic=True)
+    with one_graph_for_all_sizes():
+        assert [run(torch.ones(n, 2, 4)).shape for n in (1, 3)] == [(1, 6, 4), (3, 6, 4)]
 
 
 def test_code_for_another_number_of_ranks_is_refused(fake_ranks: str) -> None:

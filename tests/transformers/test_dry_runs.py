@@ -184,8 +184,8 @@ def test_a_dry_run_updates_no_copies_of_weights():
     before = dict(vars(attention)), dict(attention._buffers)
     attention.kv_b_proj.weight.data = attention.kv_b_proj.weight.detach() + 1
     assert dry.passes(model, cache_of(model, 1, 64), 1, 1, {})
-    assert all(vars(attention)[name] is each for name, each in before[0].items())
-    assert all(attention._buffers[name] is each for name, each in before[1].items())
+    pairs = zip(before, (vars(attention), attention._buffers), strict=True)
+    assert all(new[name] is each for old, new in pairs for name, each in old.items())
 
 
 def test_checks_are_left_out_of_traces_only():
