@@ -256,7 +256,8 @@ def _serve(problems: Problems) -> Section:
     names = [re.split(r"[^\w-]", each)[0] for each in extra]
     versions = {name: distribution_version(name) for name in names if name != "dsv4_ops"}
     missing = [name for name, version in versions.items() if version is None]
-    return {**versions, "usable": install_extra("serve") if missing else True}
+    remedy = {"remedy": install_extra("serve")} if missing else {}
+    return {**versions, "usable": not missing, **remedy}
 
 
 def _tensorrt(problems: Problems) -> Section:

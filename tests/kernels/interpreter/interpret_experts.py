@@ -12,7 +12,7 @@ import torch
 from dsv4_ops import testing
 from dsv4_ops.core.layout import round_up
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels.common.reorder import reordered
+from dsv4_ops.kernels.common.reorder import _permuted, reordered
 from dsv4_ops.kernels.experts import activations, experts, grouped_gemm, plan
 from dsv4_ops.kernels.launcher import EAGER, Launcher, _WithOptions
 from dsv4_ops.reference import experts as reference, linear as reference_linear
@@ -195,10 +195,10 @@ def check_reordered() -> None:
             order[64 * h + 16 * i + 8 * p + 2 * t + j] = value
         whole = torch.randint(1, 256, (*shape[-2::-1], width + 9)).to(dtype)
         x = whole.movedim(0, -2)[..., 1:-8]
-        expected = x.new_zeros((*shape[:-1], round_up(width, 128 << fp4)))
-        expected[..., :width] = x
+        expected = torch.nn.functional.pad(x, (0, round_up(width, 128 << fp4) - width))
         expected = expected.unflatten(-1, (-1, 64 << fp4))[..., order].flatten(-2)
-        assert torch.equal(reordered(EAGER, x, fp4), expected)
+        both = reordered(EAGER, x, fp4), _permuted(x, fp4)  # the kernel, and fixed-size graphs
+        assert all(torch.equal(each, expected) for each in both)
 
 
 if __name__ == "__main__":
