@@ -41,6 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", metavar="BACKEND", help="compile the steps with inductor, default: do not"
     )
+    parser.add_argument(
+        "--no-graphs", dest="graphs", action="store_false", help="run steps without CUDA graphs"
+    )
     for name, default, text in (
         ("max-cache-len", 8192, "tokens of a request"),
         ("max-requests", 32, "requests of a step"),

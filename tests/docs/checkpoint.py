@@ -3,7 +3,7 @@
 import torch
 
 from dsv4_ops.testing.models import small_model
-from tests.support.tokenizer import write_tokenizer
+from dsv4_ops.testing.tokenizer import write_tokenizer
 
 
 def save(path):

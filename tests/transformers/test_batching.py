@@ -15,7 +15,9 @@ from torch._dynamo.utils import counters
 from dsv4_ops.core.versions import release
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
+from dsv4_ops.integrations.transformers.generation import kept
 from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.fakes import graphs
 from tests.helpers import nightly
 
 SERVES = release(transformers.__version__) >= hooks.OLDEST
@@ -200,6 +202,53 @@ def test_a_step_is_compiled_once(name, count):
     steps = [step for step in model.dsv4_ops_decode_steps.values() if step.parts]
     assert len(steps) == 1 + (count > 1)
     assert graphs == [sum(len(step.parts) for step in steps)] * 3
+
+
+def run(model, prompts, **config):
+    """Return the new tokens of each prompt, from the manager that the model keeps."""
+    config = sizes(num_blocks=6, **config)
+    results = model.generate_batch(prompts, settings(9), config, persistent_manager=True)
+    assert [result.error for result in results.values()] == [None] * len(prompts)
+    return [result.generated_tokens for result in results.values()]
+
+
+@pytest.mark.parametrize(("name", "compiled"), [("v4", False), ("v3", True)])
+def test_graphs_replay_steps(name, compiled, monkeypatch, tmp_path):
+    """Later sessions replay the graphs of 1, 2 and 4 decodes and of 64 tokens, unless the model
+    changed. Eager steps with hooks of a user run without graphs."""
+    model, prompts = copy.deepcopy(patched(name)), prompts_of(12, LONGEST[name])
+    want, pools = expected(model, prompts, 9), graphs.install(monkeypatch, tmp_path)
+    config = {"varlen_compile_config": graphs.CONFIG} if compiled else {}
+    for _ in range(3):
+        assert run(model, prompts, **config) == want
+        assert 2 <= len(pools) <= 4
+    captured, calls = len(pools), []
+    if not compiled:
+        handle = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+        assert run(model, prompts) == want
+        assert (len(pools), len(calls) > 20) == (captured, True)
+        handle.remove()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0), requires_grad=False)
+    changed = expected(model, prompts, 9)
+    assert changed != want
+    assert run(model, prompts, **config) == changed
+    assert len(pools) > captured
+
+
+@pytest.mark.parametrize("setting", [None, False])
+def test_steps_without_graphs(setting, monkeypatch, tmp_path):
+    """Steps go on if graphs do not fit into memory."""
+    model, prompts = copy.deepcopy(patched("v3")), prompts_of(8)
+    want, pools = expected(model, prompts, 9), graphs.install(monkeypatch, tmp_path)
+
+    def captured(*_):
+        pools.append("pool")
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kept, "captured", captured)
+    assert run(model, prompts, use_cuda_graph=setting) == want
+    assert len(pools) == (setting is None)
+    assert not vars(model)[hooks.CACHED].steps.captures
 
 
 def test_a_manager_starts_again_with_the_cache_that_it_has(caches):

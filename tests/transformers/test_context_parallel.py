@@ -74,20 +74,10 @@ def rank_layer(rank, world):
     """Each rank has some of the heads, whose outputs equal those of a rank with all heads."""
     seed = torch.Generator().manual_seed(0)
     whole = MlaSpec(
-        num_heads=2 * world,
-        softmax_scale=0.2,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        kv_lora_rank=32,
-        block_size=4,
-        dtype=torch.float32,
-        context="chunked",
-        max_decode_tokens=4,
-        next_n=2,
-        workspace_rows=8 * world,
-        max_chunks=4,
-    )
+        num_heads=2 * world, softmax_scale=0.2, qk_nope_head_dim=16, qk_rope_head_dim=16,
+        v_head_dim=16, kv_lora_rank=32, block_size=4, dtype=torch.float32, context="chunked",
+        max_decode_tokens=4, next_n=2, workspace_rows=8 * world, max_chunks=4,
+    )  # fmt: skip
     starts = i32([0, 2, 3, 8, 8])  # 2 decode tokens, a decode, a chunk, padding
     lens, num_tokens = i32([7, 1, 17, 0]), 9
     q = torch.randn(num_tokens, whole.num_heads, 32, generator=seed)

@@ -25,7 +25,8 @@ from dsv4_ops.core.versions import release
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
 from dsv4_ops.testing.models import small_mla_model
-from tests.support.tokenizer import write_tokenizer
+from dsv4_ops.testing.tokenizer import write_tokenizer
+from tests.fakes import graphs
 
 SERVES = release(transformers.__version__) >= hooks.OLDEST
 needs_server = pytest.mark.skipif(not SERVES, reason="transformers is refused by name")
@@ -66,6 +67,25 @@ def server(serve, folder):
     assert lines[1].startswith("PagedCache(1 layers, max_batch_size=4")
     yield made
     made.stop()
+
+
+def test_a_start_captures_all_sizes(monkeypatch, tmp_path, serve, folder):
+    """Later requests replay the graphs."""
+    pools, lines = graphs.install(monkeypatch, tmp_path), []
+    sizes = {"max_cache_len": 100, "max_requests": 3, "max_batch_tokens": 70}
+    sizes |= {"kv": "fp32", "precision": "reference"}
+    made = serve.server(folder, port=0, on_progress=lines.append, **sizes)
+    made.url = made.start()
+    assert lines[2:] == [
+        "capturing a prefill of up to 64 tokens",
+        "capturing a prefill of up to 128 tokens",
+        "capturing decodes of up to 3 requests",
+    ]
+    assert len(pools) == 5  # for 64 and 128 tokens, and for 1, 2 and 3 decodes
+    body = {"model": folder, "prompt": [5] * 69, "max_tokens": 9, "temperature": 0}
+    assert post(made, TEXT, body)[0] == 200
+    made.stop()
+    assert len(pools) == 5
 
 
 def post(server, path, body):

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from dsv4_ops.integrations.transformers import patch
 from dsv4_ops.testing.models import small_model
-from tests.support.tokenizer import write_tokenizer
+from dsv4_ops.testing.tokenizer import write_tokenizer
 from tests.vllm.checkpoints import write_v4
 
 

@@ -47,6 +47,7 @@ from dsv4_ops.integrations.transformers.batching.hooks import max_length
 from dsv4_ops.integrations.transformers.batching.manager import NEUTRAL
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, format_bytes
 from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
+from dsv4_ops.integrations.transformers.generation.kept import WARM_CALLS
 from dsv4_ops.integrations.transformers.loading.quantized import load_quantized
 from dsv4_ops.integrations.transformers.patch import patch
 from dsv4_ops.integrations.transformers.steps.compiled import check_backend
@@ -104,6 +105,9 @@ _CAUSED_BY_BODIES = (
 _prompt_tokens: ContextVar[list[int] | None] = ContextVar("prompt_tokens", default=None)
 """The tokens of a prompt that a client sent as tokens. Hugging Face's handler takes only texts."""
 
+_CALLS = WARM_CALLS + 1
+"""Number of calls of a step until a CUDA graph has captured the step."""
+
 _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
 """Routes of Hugging Face's server that we remove, because they are for other models."""
 
@@ -128,6 +132,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             most as many blocks as fit.
         max_queue: Maximum requests that wait or run; the server refuses more.
         compile: Backend of ``torch.compile`` for the steps, or None.
+        graphs: Whether CUDA graphs run the steps on a GPU.
         on_progress: Function that is called with a line of text about each phase of the start.
 
     Raises:
@@ -157,6 +162,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         num_blocks: int | None = None,
         max_queue: int = 256,
         compile: str | None = None,
+        graphs: bool = True,
         on_progress: Callable[[str], None] = _log.info,
     ) -> None:
         checks = Checks(OP)
@@ -168,6 +174,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             checks.at_least(1, num_blocks=num_blocks)
         checks.at_least(0, most=65535, port=port)
         checks.flag("quantized", quantized)
+        checks.flag("graphs", graphs)
         if not isinstance(host, str):
             got = kind_of(host)
             raise checks.error("host", must="be a str", got=got, do="Pass 127.0.0.1, say")
@@ -220,6 +227,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             max_batch_tokens=max_batch_tokens,
             max_requests_per_batch=max_requests,
             per_request_processors=True,
+            use_cuda_graph=None if graphs else False,
         )
         if compile is not None:
             config.varlen_compile_config = CompileConfig(backend=compile)
@@ -234,9 +242,9 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         state = self._generation_state
         state._cb_model_id, state._cb_manager = name, Batches(self.manager, max_queue, raised)
         on_progress(f"{self.manager.paged}")
-        if compile is not None:
+        if compile is not None or self.manager.steps.captures:
             try:
-                self._warm_up()
+                self._warm_up(max_batch_tokens)
             except BaseException:  # the manager's thread would keep the process alive
                 self.manager.stop(hard_stop=True)
                 raise
@@ -391,12 +399,34 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
     def _compiles(self, step: str) -> Callable[[str], None]:
         return lambda part: self._on_progress(f"compiling {part} of {step}")
 
-    def _warm_up(self) -> None:
-        """Run a request with two new tokens, to compile the prefill step and the decode step."""
-        self.manager.add_request([0, 0], request_id="warm-up", max_new_tokens=2)
-        result = self.manager.get_result()
-        if result is None or result.error is not None:
-            raise self.manager.background_thread_status.fatal_error or RuntimeError(result.error)
+    def _warm_up(self, max_batch_tokens: int) -> None:
+        """Run requests of zeros, which compile the steps and capture their CUDA graphs."""
+        steps = self.manager.steps
+        if not steps.captures:
+            self._answered([([0, 0], 2)])
+            return
+        decodes, prefills = steps.sizes(max_batch_tokens)
+        for size in prefills:
+            self._on_progress(f"capturing a prefill of up to {size} tokens")
+            length = min(size, max_batch_tokens, self.manager.most_tokens)
+            for _ in range(_CALLS):
+                self._answered([([0] * length, 1)])
+        self._on_progress(f"capturing decodes of up to {decodes[-1]} requests")
+        # The number of requests that still run falls from one size to the next. Requests may begin
+        # a few steps apart, so each size gets twice as many steps as it needs.
+        counts = [2 * _CALLS * sum(size > n for size in decodes) for n in range(decodes[-1])]
+        self._answered([([0], min(count, self.manager.most_tokens)) for count in counts])
+
+    def _answered(self, requests: list[tuple[list[int], int]]) -> None:
+        """Run prompts, each with its number of new tokens, and wait for all answers."""
+        for number, (prompt, count) in enumerate(requests):
+            self.manager.add_request(prompt, request_id=f"warm-up {number}", max_new_tokens=count)
+        for _ in requests:
+            result = self.manager.get_result()
+            if result is None or result.error is not None:
+                raise self.manager.background_thread_status.fatal_error or RuntimeError(
+                    result.error
+                )
 
     def _harden(self, max_queue: int) -> None:
         """Answer bad requests with clear errors, and cancel the requests of clients that

@@ -18,6 +18,9 @@ class BatchCache:
     Args:
         paged: The cache, whose rows share blocks.
         max_batch_tokens: Maximum tokens of a step.
+
+    Attributes:
+        was_empty: Whether the cache had no requests since ``BatchSteps`` last set this to False.
     """
 
     use_prefix_sharing = allow_block_sharing = False
@@ -33,6 +36,7 @@ class BatchCache:
         self.tokens_per_page = paged.spec.block_tokens
         self.block_table: dict[str, list[int]] = {}
         self.pool, self.cache_allocators = self, {"full_attention": self}
+        self.was_empty = True
 
     # Scheduler
 
@@ -59,12 +63,14 @@ class BatchCache:
         """Release a request's row and blocks; raise if steps dropped tokens."""
         if request_id in self.paged.requests:
             self.paged.free(request_id)
+            self.was_empty |= not self.paged.requests
             self.paged.raise_if_dropped()
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Release all rows and blocks."""
         for request in self.paged.requests:
             self.paged.free(request)
+        self.was_empty = True
 
     reset = free_all_requests
 

@@ -7,7 +7,6 @@ scheduler, soft resets, sampling and streams stay.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +19,11 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.batching.cache import BatchCache
 from dsv4_ops.integrations.transformers.batching.hooks import CACHED, check_prompt, max_length
+from dsv4_ops.integrations.transformers.batching.steps import BatchSteps
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
-from dsv4_ops.integrations.transformers.generation.decoding import OTHER_METHODS, compiled_step
-from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step, spec_of
+from dsv4_ops.integrations.transformers.generation.decoding import OTHER_METHODS
+from dsv4_ops.integrations.transformers.generation.kept import keeps_on
+from dsv4_ops.integrations.transformers.steps.step import spec_of
 from dsv4_ops.integrations.transformers.tensors import StepBatch
 
 OP = "init_continuous_batching"
@@ -72,17 +73,15 @@ class StepModel:
 
     Args:
         model: The patched model. A ``StepModel`` has all attributes of this model too.
-        compile_config: The ``CompileConfig`` of the steps, or None.
+        steps: The model's steps.
     """
 
-    def __init__(self, model: Any, compile_config: Any) -> None:
-        self.patched = model
+    def __init__(self, model: Any, steps: BatchSteps) -> None:
+        self.patched, self._steps = model, steps
         # for this copy of the config, Hugging Face makes one group of layers and no masks
         self.config = copy.deepcopy(model.config)
         self.config.layer_types = ["full_attention"] * self.config.num_hidden_layers
         self.config._attn_implementation = "flash_attention_2"
-        self._decode = _runner(model, decode_step, compile_config, state_rings=False)
-        self._prefill = _runner(model, prefill_step, compile_config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.patched, name)
@@ -104,7 +103,6 @@ class StepModel:
         write_index: list[Tensor],
         logits_to_keep: Tensor,
         max_length_q: int,
-        cache: BatchCache,
         **_: Any,
     ) -> SimpleNamespace:
         """Return the logits of the tokens in ``logits_to_keep``, which are the last tokens of
@@ -117,17 +115,9 @@ class StepModel:
         rows = torch.where(live, write_index[0].index_select(0, last), -1)
         tokens = input_ids[0].to(torch.int64)
         batch = StepBatch(tokens, starts, lens.to(torch.int32), rows.to(torch.int32))
-        run = self._decode if max_length_q == 1 else self._prefill
-        logits = run(batch, cache.paged)
+        logits = self._steps(batch, decodes=max_length_q == 1)
         kept = torch.searchsorted(ends, logits_to_keep.to(torch.int32), right=True)
         return SimpleNamespace(logits=logits.index_select(0, kept.clamp(max=len(lens) - 1))[None])
-
-
-def _runner(model: Any, step: Any, compile_config: Any, **options: bool) -> Callable[..., Tensor]:
-    if compile_config is None:
-        return lambda batch, paged: step(model, batch, paged, **options)
-    compiled = compiled_step(model, step, compile_config)
-    return lambda batch, paged: compiled(batch, paged, **options)
 
 
 class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transformers is untyped
@@ -141,6 +131,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
 
     Attributes:
         paged: The ``PagedCache`` of all requests.
+        steps: The model's steps.
     """
 
     def __init__(self, model: Any, generation_config: Any, config: Any, hints: Any) -> None:
@@ -152,13 +143,16 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         self.paged = PagedCache.for_model(model, **sizes)
         tokens = config.max_batch_tokens or DEFAULT_BATCH_TOKENS
         self._cache = BatchCache(self.paged, tokens)
-        called = StepModel(model, _compile_config(config, generation_config))
+        captures = keeps_on(model.device) and config.use_cuda_graph is not False
+        compiled = _compile_config(config, generation_config)
+        self.steps = BatchSteps(model, self._cache, compiled, captures)
+        called = StepModel(model, self.steps)
         config = copy.deepcopy(config)
         config.num_blocks, config.max_batch_tokens = sizes["num_blocks"], tokens
         config.max_requests_per_batch = sizes["max_batch_size"]
         config.max_blocks_per_request = 0
         config.allow_block_sharing = config.use_async_batching = False
-        config.use_cuda_graph = bool(config.use_cuda_graph)
+        config.use_cuda_graph = False  # steps have their own graphs
         config.varlen_compile_config = config.decode_compile_config = None
         config.default_compile_level = 0
         super().__init__(called, generation_config, config, hints)

@@ -66,6 +66,10 @@ def empty_cache(model: Any) -> None:
     kept.clear()
 
 
+class NoGraphMemory(torch.OutOfMemoryError):
+    """The memory does not suffice for a CUDA graph of a step. The step did not run."""
+
+
 class KeptStep:
     """A step of ``rows`` texts that uses a kept cache and has input tensors of its own.
 
@@ -79,6 +83,8 @@ class KeptStep:
         rows: Number of texts.
         tokens: Maximum tokens of a prefill batch; None for a decode.
         pool: Memory pool of the graph.
+        any_rows: Whether a batch may have fewer requests than ``rows``, in any rows of the cache.
+            Otherwise request r is row r.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class KeptStep:
         rows: int,
         tokens: int | None,
         pool: Any,
+        any_rows: bool = False,
     ) -> None:
         # Python frees attributes in order, and a graph must be freed before its pool
         self._replay: Callable[[], None] | None = None
@@ -95,7 +102,8 @@ class KeptStep:
         starts = torch.arange(rows + 1, dtype=torch.int32, device=cache.device)
         batch = padding(tokens or rows, rows, cache.device)
         self._batch = replace(batch, rows=starts[:-1].clone())
-        self._inputs: tuple[str, ...] = ("tokens", "seq_lens")
+        self._any_rows = any_rows
+        self._inputs: tuple[str, ...] = ("tokens", "seq_lens", *(("rows",) if any_rows else ()))
         self._options: dict[str, bool] = {}
         if tokens is None:
             self._batch = replace(self._batch, query_start_loc=starts)
@@ -107,7 +115,7 @@ class KeptStep:
         self._calls, self._begins = 0, True
 
     def begin(self) -> None:
-        """Prepare for a call of ``generate``."""
+        """Prepare for a call of ``generate``, or for the requests of another session."""
         self._batch.seq_lens.zero_()  # the cache no longer has the texts of the previous call
         self._begins = True
 
@@ -116,13 +124,21 @@ class KeptStep:
         for name in self._inputs:
             new = getattr(batch, name)
             getattr(self._batch, name)[: len(new)].copy_(new)
+        if self._any_rows:  # the other requests become padding
+            self._batch.seq_lens[len(batch.seq_lens) :] = 0
+            if "query_start_loc" in self._inputs:
+                ends = batch.query_start_loc
+                self._batch.query_start_loc[len(ends) :] = ends[-1:]
         # compare here, not in ``begin``: Hugging Face changes the configuration while it decodes
         begins, self._begins = self._begins and self._calls > 0, False
         if begins and (self._form is None or self._form != self._found()):
             self._replay, self._calls = None, 0
         if self._replay is None and self._calls == WARM_CALLS:
             self._form = self._found()
-            self._replay = captured(self._run, self._pool)
+            try:
+                self._replay = captured(self._run, self._pool)
+            except torch.OutOfMemoryError as error:
+                raise NoGraphMemory(*error.args) from error
         if self._replay is None:
             self._calls += 1
             self._run()
