@@ -30,7 +30,7 @@ BENCHES = {
     "flash": "the whole of DeepSeek-V4-Flash on several GPUs: decode, prefill, start",
     "memory": "what weights, caches, steps and graphs take: computed, and by the allocator",
     "layer": "an attention layer, decode: against its roofline and baselines",
-    "ampere": "code for an A100 on a Hopper card: beside what that card runs",
+    "serve": "the server: concurrent clients that stream answers",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
 """Benchmarks (names of modules), and the ops that they measure. The function ``run`` of a module

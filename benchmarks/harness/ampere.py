@@ -1,8 +1,5 @@
-"""Run A100 code on a Hopper card: PTX of sm_80, which ptxas compiles for the card.
-
-Tests check the results, which an A100 would compute too; ``benchmarks/ampere.py`` times the code on
-the Hopper card.
-"""
+"""Run A100 code on a Hopper card: PTX of sm_80, which ptxas compiles for the card. Tests check the
+results, which an A100 would compute too."""
 
 from __future__ import annotations
 

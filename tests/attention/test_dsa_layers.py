@@ -14,18 +14,10 @@ from tests.helpers import i32
 
 HEADS, NOPE, ROPE, RANK, VALUE, TOKENS = 2, 4, 4, 8, 4, 7
 SPEC = DsaSpec(
-    num_heads=HEADS,
-    softmax_scale=0.5,
-    qk_nope_head_dim=NOPE,
-    qk_rope_head_dim=ROPE,
-    v_head_dim=VALUE,
-    kv_lora_rank=RANK,
-    block_size=4,
-    dtype=torch.float32,
-    index_topk=3,
-    index_heads=2,
-    indexer_layout="plain",
-)
+    num_heads=HEADS, softmax_scale=0.5, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+    v_head_dim=VALUE, kv_lora_rank=RANK, block_size=4, dtype=torch.float32, index_topk=3,
+    index_heads=2, indexer_layout="plain",
+)  # fmt: skip
 
 
 def sampled(rows, *shape, seed=0, dtype=torch.float32):

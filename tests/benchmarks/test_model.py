@@ -119,6 +119,16 @@ def test_dense_models_have_rows_of_steps(smoke, monkeypatch):
     assert all(row["stock_ms"] > 0 and row["step_ms"] > 0 for row in rows[1:])
 
 
+def test_clients_stream_from_a_server(smoke):
+    for package in ("fastapi", "uvicorn", "pydantic", "openai"):
+        pytest.importorskip(package, reason="needs the extra serve")
+    status, (row,) = smoke(
+        "serve", "--layers", "2", "--clients", "2", "--prompt", "9", "--new", "3"
+    )
+    assert (status, row["requests"], row["context"], row["graphs"]) == (0, 2, 9, False)
+    assert all(row[name] > 0 for name in ("start_s", "first_ms", "token_ms", "tokens_per_s"))
+
+
 def test_a_start_has_a_row_of_every_phase(monkeypatch, capsys):
     """The steps run in this process and are not compiled."""
     monkeypatch.setattr(v4, "compile_step", lambda model, step, **_: functools.partial(step, model))

@@ -70,7 +70,6 @@ def test_bad_arguments_are_errors(arguments, capsys):
     [
         (["indexer", "--device", "cuda"], "torch sees no CUDA device"),
         (["mla"], "mla: it times kernels, which run on CUDA only"),
-        (["ampere"], "ampere: it runs code for an A100 on a Hopper card only"),
         (["linear"], "linear: it times kernels, which run on CUDA only"),
         (["experts"], "experts: it times kernels, which run on CUDA only"),
         (["context_parallel", "--ranks", "1"], "it takes 2 ranks or more with a GPU each, got 1"),
