@@ -150,8 +150,8 @@ class ContextParallel:
                     op,
                     what,
                     must=f"be the same {name} on all ranks of a context-parallel group",
-                    got=f"{value!r} here",
-                    do="Start every rank with the same arguments",
+                    got=f"{value!r:.200} here",
+                    do="Start every rank with the same arguments, and the same prompts",
                 )
 
 

@@ -495,7 +495,7 @@ REFUSED = {
     "{plain} --dtype int8": "--dtype must be auto, bfloat16, float16 or float32, got int8. Leave",
     "{plain} --kv none": "--kv must be 'fp8' or ",
     "{plain} --precision none": "--precision must be 'serve' or 'reference', got 'none'.",
-    "{plain} --compile none": "--compile must be a backend of torch.compile (cudagraphs, inductor",
+    "{plain} --compile none": "--compile must be a backend of torch.compile (eager, aot_eager, ",
     "{plain} --quantized": "--quantized must be left out for plain weights, got {plain}, whose con",
     "{fp8}": "--quantized must be set for FP8 weights on cpu, got False. Start the server with it.",
     "{fp8} --quantized": "MODEL must have a tokenizer, got {fp8}, whose tokenizer does not load.",

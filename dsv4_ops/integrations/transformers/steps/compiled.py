@@ -199,7 +199,7 @@ def check_backend(op: str, name: str, backend: Any) -> None:
     """Raise if ``torch.compile`` does not know a backend."""
     known = torch.compiler.list_backends(exclude_tags=())  # also backends for debugging only
     if not callable(backend) and not (isinstance(backend, str) and backend in known):
-        names = ", ".join(torch.compiler.list_backends())
+        names = ", ".join(["eager", "aot_eager", *torch.compiler.list_backends()])
         raise argument_error(
             op,
             name,
