@@ -839,6 +839,7 @@ mixed_sparse_indices = OpTesting(
         {**_MIXED, "decode_compressed_indices_are_local": True},
         {**_MIXED, "compressed_block_span": 66, "window_size": 7, "swa_block_size": 3},
         {**_MIXED, "compress_ratio": 128, "topk": 0, "compressed_block_size": 2},
+        {**_MIXED, "compress_ratio": 1, "topk": 20},
     ),
     make=_mixed_call,
 )
