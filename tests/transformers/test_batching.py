@@ -235,15 +235,16 @@ def test_graphs_replay_steps(name, compiled, monkeypatch, tmp_path):
     assert len(pools) > captured
 
 
-@pytest.mark.parametrize("setting", [None, False])
-def test_steps_without_graphs(setting, monkeypatch, tmp_path):
-    """Steps go on if graphs do not fit into memory."""
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("setting", [None, False, (False, False)])
+def test_steps_without_graphs(setting, error, monkeypatch, tmp_path):
+    """Steps go on if a capture fails."""
     model, prompts = copy.deepcopy(patched("v3")), prompts_of(8)
     want, pools = expected(model, prompts, 9), graphs.install(monkeypatch, tmp_path)
 
     def captured(*_):
         pools.append("pool")
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(kept, "captured", captured)
     assert run(model, prompts, use_cuda_graph=setting) == want
@@ -268,7 +269,7 @@ def test_a_manager_starts_again_with_the_cache_that_it_has(caches):
 
 def test_several_answers_to_a_prompt():
     model = patched("v3")
-    prompts = prompts_of(3)
+    prompts = [*prompts_of(3), [5], [9], [11]]
     config = settings(3)
     config.update(do_sample=True, top_k=1, num_return_sequences=3)
     results = model.generate_batch(prompts, generation_config=config)

@@ -76,12 +76,9 @@ def test_a_start_captures_all_sizes(monkeypatch, tmp_path, serve, folder):
     sizes |= {"kv": "fp32", "precision": "reference"}
     made = serve.server(folder, port=0, on_progress=lines.append, **sizes)
     made.url = made.start()
-    assert lines[2:] == [
-        "capturing a prefill of up to 64 tokens",
-        "capturing a prefill of up to 128 tokens",
-        "capturing decodes of up to 3 requests",
-    ]
-    assert len(pools) == 5  # for 64 and 128 tokens, and for 1, 2 and 3 decodes
+    prefills = [f"capturing a prefill of up to {size} tokens" for size in (128, 64)]
+    assert lines[2:] == [*prefills, *(f"capturing {size} decodes" for size in (3, 2, 1))]
+    assert len(pools) == 5
     body = {"model": folder, "prompt": [5] * 69, "max_tokens": 9, "temperature": 0}
     assert post(made, TEXT, body)[0] == 200
     made.stop()

@@ -47,7 +47,6 @@ from dsv4_ops.integrations.transformers.batching.hooks import max_length
 from dsv4_ops.integrations.transformers.batching.manager import NEUTRAL
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, format_bytes
 from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
-from dsv4_ops.integrations.transformers.generation.kept import WARM_CALLS
 from dsv4_ops.integrations.transformers.loading.quantized import load_quantized
 from dsv4_ops.integrations.transformers.patch import patch
 from dsv4_ops.integrations.transformers.steps.compiled import check_backend
@@ -104,9 +103,6 @@ _CAUSED_BY_BODIES = (
 
 _prompt_tokens: ContextVar[list[int] | None] = ContextVar("prompt_tokens", default=None)
 """The tokens of a prompt that a client sent as tokens. Hugging Face's handler takes only texts."""
-
-_CALLS = WARM_CALLS + 1
-"""Number of calls of a step until a CUDA graph has captured the step."""
 
 _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
 """Routes of Hugging Face's server that we remove, because they are for other models."""
@@ -400,33 +396,15 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         return lambda part: self._on_progress(f"compiling {part} of {step}")
 
     def _warm_up(self, max_batch_tokens: int) -> None:
-        """Run requests of zeros, which compile the steps and capture their CUDA graphs."""
-        steps = self.manager.steps
-        if not steps.captures:
-            self._answered([([0, 0], 2)])
+        """Compile the steps, and capture their CUDA graphs on a GPU."""
+        if self.manager.steps.captures:
+            with torch.no_grad():
+                self.manager.steps.capture(max_batch_tokens, self._on_progress)
             return
-        decodes, prefills = steps.sizes(max_batch_tokens)
-        for size in prefills:
-            self._on_progress(f"capturing a prefill of up to {size} tokens")
-            length = min(size, max_batch_tokens, self.manager.most_tokens)
-            for _ in range(_CALLS):
-                self._answered([([0] * length, 1)])
-        self._on_progress(f"capturing decodes of up to {decodes[-1]} requests")
-        # The number of requests that still run falls from one size to the next. Requests may begin
-        # a few steps apart, so each size gets twice as many steps as it needs.
-        counts = [2 * _CALLS * sum(size > n for size in decodes) for n in range(decodes[-1])]
-        self._answered([([0], min(count, self.manager.most_tokens)) for count in counts])
-
-    def _answered(self, requests: list[tuple[list[int], int]]) -> None:
-        """Run prompts, each with its number of new tokens, and wait for all answers."""
-        for number, (prompt, count) in enumerate(requests):
-            self.manager.add_request(prompt, request_id=f"warm-up {number}", max_new_tokens=count)
-        for _ in requests:
-            result = self.manager.get_result()
-            if result is None or result.error is not None:
-                raise self.manager.background_thread_status.fatal_error or RuntimeError(
-                    result.error
-                )
+        self.manager.add_request([0, 0], request_id="warm-up", max_new_tokens=2, eos_token_id=-1)
+        result = self.manager.get_result()
+        if result is None or result.error is not None:
+            raise self.manager.background_thread_status.fatal_error or RuntimeError(result.error)
 
     def _harden(self, max_queue: int) -> None:
         """Answer bad requests with clear errors, and cancel the requests of clients that

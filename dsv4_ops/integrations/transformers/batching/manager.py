@@ -115,7 +115,8 @@ class StepModel:
         rows = torch.where(live, write_index[0].index_select(0, last), -1)
         tokens = input_ids[0].to(torch.int64)
         batch = StepBatch(tokens, starts, lens.to(torch.int32), rows.to(torch.int32))
-        logits = self._steps(batch, decodes=max_length_q == 1)
+        decodes = max_length_q == 1 and len(tokens) == len(rows)
+        logits = self._steps(batch, decodes=decodes)
         kept = torch.searchsorted(ends, logits_to_keep.to(torch.int32), right=True)
         return SimpleNamespace(logits=logits.index_select(0, kept.clamp(max=len(lens) - 1))[None])
 
@@ -143,7 +144,9 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         self.paged = PagedCache.for_model(model, **sizes)
         tokens = config.max_batch_tokens or DEFAULT_BATCH_TOKENS
         self._cache = BatchCache(self.paged, tokens)
-        captures = keeps_on(model.device) and config.use_cuda_graph is not False
+        asked = config.use_cuda_graph  # of Hugging Face's two paths, or of both
+        wanted = asked is None or (any(asked) if isinstance(asked, tuple) else bool(asked))
+        captures = keeps_on(model.device) and wanted
         compiled = _compile_config(config, generation_config)
         self.steps = BatchSteps(model, self._cache, compiled, captures)
         called = StepModel(model, self.steps)
@@ -156,6 +159,9 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         config.varlen_compile_config = config.decode_compile_config = None
         config.default_compile_level = 0
         super().__init__(called, generation_config, config, hints)
+        # each answer is a request: a copy of another request would join steps without a token
+        self._num_answers: int = generation_config.num_return_sequences or 1
+        self.num_return_sequences = 1
 
     def check_hints(self, hints: Any) -> None:
         """Raise if the hints' longest prompt and answer do not fit into the cache together."""
@@ -213,7 +219,10 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
                 got=repr(request_id),
                 do="Pass another id, or None",
             )
-        return super().add_request(input_ids, request_id, max_new_tokens, **rest)
+        name = super().add_request(input_ids, request_id, max_new_tokens, **rest)
+        for number in range(self._num_answers - 1):  # with Hugging Face's names
+            super().add_request(input_ids, f"{name}__child#{number}", max_new_tokens, **rest)
+        return name
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id waits or runs."""

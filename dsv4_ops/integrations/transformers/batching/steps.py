@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsv4_ops.integrations.transformers.batching.cache import BatchCache
@@ -12,10 +15,12 @@ from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
 from dsv4_ops.integrations.transformers.generation.kept import KeptStep
 from dsv4_ops.integrations.transformers.generation.prefill import bucket
 from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep
-from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns
+from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns, padding
 from dsv4_ops.integrations.transformers.steps.eager import EagerStep
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
 from dsv4_ops.integrations.transformers.tensors import StepBatch
+
+_log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 32
 """Maximum number of graphs of a manager. A graph is for up to a power of two of decodes, or for a
@@ -27,8 +32,8 @@ class BatchSteps:
 
     On a GPU, a step is padded to a size for which there can be a CUDA graph, and the third call of
     a size captures the step, as in ``generate``. A step runs without a graph if it has more than
-    ``kept.MOST_TOKENS`` tokens, if the model calls hooks or forwards of a user, or if graphs do not
-    fit into memory. Users may change the model while no request runs.
+    ``kept.MOST_TOKENS`` tokens, if the model calls hooks or forwards of a user, or after a capture
+    failed. Users may change the model while no request runs.
 
     Args:
         model: The patched model.
@@ -57,30 +62,56 @@ class BatchSteps:
         """Whether CUDA graphs may capture steps."""
         return self._fit
 
-    def sizes(self, max_batch_tokens: int) -> tuple[list[int], list[int]]:
-        """Return the maximum numbers of decodes, and of prefill tokens, of the graphs."""
+    def capture(self, max_batch_tokens: int, on_progress: Callable[[str], None]) -> None:
+        """Capture steps of all sizes up to ``max_batch_tokens``. Call this while no request
+        runs."""
         rows, tokens = self._paged.max_batch_size, min(max_batch_tokens, kept.MOST_TOKENS)
         decodes = {self._rows(count) for count in range(1, rows + 1)}
-        return sorted(decodes), sorted({bucket(count) for count in range(1, tokens + 1)})
+        prefills = {bucket(count) for count in range(2, tokens + 1)}
+        # the largest first, because later graphs reuse its memory
+        for sizes, what in ((prefills, "a prefill of up to {} tokens"), (decodes, "{} decodes")):
+            for size in sorted(sizes, reverse=True):
+                on_progress("capturing " + what.format(size))
+                requests = size if sizes is decodes else rows
+                for _ in range(kept.WARM_CALLS + 1):
+                    batch = padding(size, requests, self._paged.device)
+                    self(batch, decodes=sizes is decodes)
+                if not self._fit:
+                    on_progress("steps run without CUDA graphs, because a capture failed")
+                    return
+        if self._paged.device.type == "cuda":  # requests run on another stream
+            torch.cuda.synchronize(self._paged.device)
 
     def __call__(self, batch: StepBatch, decodes: bool) -> Tensor:
         """Run a step; return the logits of each request's last token. The next step overwrites
-        these logits."""
+        these logits. With ``decodes`` every request has one token."""
         if self._cache.was_empty:
             self._cache.was_empty = False
             self._begin()
-        tensors, step = self._paged.tensors, self._decode if decodes else self._prefill
-        num_tokens = len(batch.tokens)
+        num_tokens, step = len(batch.tokens), self._decode if decodes else self._prefill
         if self._fit and self._are_valid and num_tokens <= kept.MOST_TOKENS:
             found = self._step(step, len(batch.rows), None if decodes else bucket(num_tokens))
             try:
-                return found(batch, tensors)
-            except kept.NoGraphMemory:
-                self._fit = False
+                logits = found(batch, self._paged.tensors)
+            except kept.NoGraph as error:
+                _log.warning("steps run without CUDA graphs: %s", error)
                 del found
-                self._steps.clear()
-                self._pools.clear()
-        return step(batch, tensors, **({"state_rings": False} if decodes else {}))
+                self._drop_graphs()
+            except torch.OutOfMemoryError:
+                del found
+                self._drop_graphs()
+                raise
+            else:
+                if step in self._dry_runs:
+                    self._dry_runs[step].ran()
+                return logits
+        options = {"state_rings": False} if decodes else {}
+        return step(batch, self._paged.tensors, **options)
+
+    def _drop_graphs(self) -> None:
+        self._fit = False
+        self._steps.clear()
+        self._pools.clear()
 
     def _begin(self) -> None:
         """Prepare for other requests, and perhaps a changed model."""

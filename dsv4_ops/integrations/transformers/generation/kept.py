@@ -7,6 +7,7 @@ call gives the cache back at the end. ``generate`` never returns a kept cache to
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -66,8 +67,8 @@ def empty_cache(model: Any) -> None:
     kept.clear()
 
 
-class NoGraphMemory(torch.OutOfMemoryError):
-    """The memory does not suffice for a CUDA graph of a step. The step did not run."""
+class NoGraph(RuntimeError):
+    """A step was not captured, and did not run."""
 
 
 class KeptStep:
@@ -137,8 +138,10 @@ class KeptStep:
             self._form = self._found()
             try:
                 self._replay = captured(self._run, self._pool)
-            except torch.OutOfMemoryError as error:
-                raise NoGraphMemory(*error.args) from error
+            except Exception as error:
+                if not self._any_rows:
+                    raise
+                raise NoGraph(f"{type(error).__name__}: {error}") from error
         if self._replay is None:
             self._calls += 1
             self._run()
@@ -302,9 +305,21 @@ def pool_of(device: torch.device) -> Any:
 
 def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     """Capture a function in a CUDA graph, and return the function that replays the graph on the
-    same tensors. Other threads may use the GPU during the capture; the graph does not contain their
-    work."""
+    same tensors. Other threads may use the GPU during the capture, but not capture or synchronise;
+    the graph does not contain their work."""
     graph, handle = torch.cuda.CUDAGraph(), None if pool is None else pool.id
-    with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):
+    stream = _capture_stream(torch.cuda.current_device())
+    settings: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
+    with _capturing, torch.cuda.graph(graph, pool=handle, **settings):
         run()
     return graph.replay
+
+
+_capturing = threading.Lock()
+"""Held during a capture, because CUDA allows one per process."""
+
+
+@functools.cache
+def _capture_stream(device: int) -> Any:
+    """Return the stream of a GPU's captures. Graphs of one stream share the memory of a pool."""
+    return torch.cuda.Stream(device)
