@@ -159,7 +159,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         config.varlen_compile_config = config.decode_compile_config = None
         config.default_compile_level = 0
         super().__init__(called, generation_config, config, hints)
-        # each answer is a request: a copy of another request would join steps without a token
+        # each answer is a request: a copy of another request would enter steps without a token
         self._num_answers: int = generation_config.num_return_sequences or 1
         self.num_return_sequences = 1
 
