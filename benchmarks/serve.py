@@ -96,7 +96,8 @@ def run(options: argparse.Namespace) -> None:
         finally:
             server.stop()
     note = "Clients run in another process. The first answers of each number of clients warm up."
-    output.finish(f"The server with {layers} layers of Flash's sizes", note)
+    kind = "small layers" if small else "layers of Flash's sizes"
+    output.finish(f"The server with {layers} {kind}", note)
 
 
 def _measure(row: ServeRow, url: str, model: str) -> None:

@@ -39,7 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="follow the official code, or Hugging Face's; default: %(default)s",
     )
     parser.add_argument(
-        "--compile", metavar="BACKEND", help="compile the steps with inductor, default: do not"
+        "--compile",
+        metavar="BACKEND",
+        help="compile the steps, for example with inductor; default: do not",
     )
     parser.add_argument(
         "--no-graphs", dest="graphs", action="store_false", help="run steps without CUDA graphs"

@@ -85,6 +85,17 @@ def test_a_start_captures_all_sizes(monkeypatch, tmp_path, serve, folder):
     assert len(pools) == 5
 
 
+def test_a_server_ends_while_a_request_runs(serve, folder):
+    made = serve.server(folder, port=0, kv="fp32", precision="reference")
+    made.server.config.timeout_graceful_shutdown -= 4
+    made.url = made.start()
+    body = {"model": folder, "prompt": [5], "max_tokens": 8000, "stream": True}
+    with opened(made, TEXT, body) as connection:
+        assert connection.recv(1)
+        made.stop()
+    assert not made.manager.is_running()
+
+
 def post(server, path, body):
     """Post a request; return status and answer, or the lines of a stream."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -311,7 +322,7 @@ BAD = [
     (CHAT, chat("x" * 95, stream=True), LONG),
     (TEXT, {"prompt": ""}, "The prompt must have at least one token."),
     (TEXT, {"prompt": 5}, "prompt must be a text, tokens, or a list of these, got 5."),
-    (TEXT, {"prompt": "x", "suffix": 5}, "suffix must be a string, got 5."),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
     *(("/v1/responses", {"input": items}, "content must be text, got input_image.")
       for items in ([{"type": "input_image"}], chat([{"type": "input_image"}])["messages"])),
     *(("/v1/responses", body, f"input must be a text, or a list of messages, got {got}")

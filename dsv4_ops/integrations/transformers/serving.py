@@ -75,12 +75,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([],),
     "truncation": ("disabled",),
+    "suffix": ("",),
 }
 """Unsupported fields of a request. We accept such a field only with one of these values, which
 change nothing."""
 
 _READ = {
-    "model", "messages", "prompt", "input", "instructions", "suffix", "stream", "seed",
+    "model", "messages", "prompt", "input", "instructions", "stream", "seed",
     "temperature", "top_p", "max_tokens", "max_completion_tokens", "max_output_tokens",
     "generation_config", "chat_template_kwargs", "tools",
 }  # fmt: skip
@@ -103,6 +104,9 @@ _CAUSED_BY_BODIES = (
 
 _prompt_tokens: ContextVar[list[int] | None] = ContextVar("prompt_tokens", default=None)
 """The tokens of a prompt that a client sent as tokens. Hugging Face's handler takes only texts."""
+
+_SECONDS_TO_END = 5
+"""After a signal, the server waits this long for requests that run, and then cancels them."""
 
 _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
 """Routes of Hugging Face's server that we remove, because they are for other models."""
@@ -246,6 +250,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
                 raise
         self.manager.output_router.output_queue = Dropped()
         self.app = self.server.config.app
+        self.server.config.timeout_graceful_shutdown = _SECONDS_TO_END
         self._harden(max_queue)
 
     def run(self) -> None:
@@ -640,7 +645,11 @@ class Disconnects:
 
         run = asyncio.ensure_future(self.app(scope, replay, send))
         try:
-            await asyncio.wait({run, left}, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait({run, left}, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:  # the server ends
+                run.cancel()
+                return
             if not run.done():
                 run.cancel()
             await run
