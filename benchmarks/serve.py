@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     device = chosen_device(options)
     small = device.type == "cpu"
     layers = options.layers or (4 if small else 20)
-    config = flash_config(layers, small=small, vocab_size=260, eos_token_id=None)
+    config = flash_config(layers, small=small, eos_token_id=None)
     output = Report(options, device)
     with torch.no_grad():
         model = v4.patch(released_model(config, device=device))
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         mock.patch.object(Server, "_load", return_value=model),
     ):
         Path(folder, "config.json").write_text(json.dumps(config))
-        write_tokenizer(folder)
+        write_tokenizer(folder, config["vocab_size"])
         began = time.perf_counter()
         say = functools.partial(print, file=sys.stderr, flush=True)
         server = Server(

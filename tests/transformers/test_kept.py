@@ -346,5 +346,5 @@ def test_a_prefill_graph_that_does_not_fit(model, all_captures, monkeypatch):
     finally:
         gc.enable()
     assert tries[0]() is None
-    assert caches(model)[0].pools.keys() == {True}
+    assert caches(model)[0].steps.pools.keys() == {True}
     assert len(all_captures) == 1

@@ -220,7 +220,8 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
                 do="Pass another id, or None",
             )
         name = super().add_request(input_ids, request_id, max_new_tokens, **rest)
-        for number in range(self._num_answers - 1):  # with Hugging Face's names
+        more = self._num_answers - 1 if name is not None else 0  # None if no request is accepted
+        for number in range(more):  # with Hugging Face's names
             super().add_request(input_ids, f"{name}__child#{number}", max_new_tokens, **rest)
         return name
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4_ops.integrations.transformers.batching.cache import BatchCache
 from dsv4_ops.integrations.transformers.generation import kept
 from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
-from dsv4_ops.integrations.transformers.generation.kept import KeptStep
+from dsv4_ops.integrations.transformers.generation.kept import KeptStep, KeptSteps
 from dsv4_ops.integrations.transformers.generation.prefill import bucket
 from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep
 from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns, padding
@@ -53,8 +53,7 @@ class BatchSteps:
         eager = [each for each in (self._decode, self._prefill) if isinstance(each, EagerStep)]
         self._watches = eager or [EagerStep(model, decode_step)]
         self._dry_runs: dict[Any, DryRuns] = {each: DryRuns(each.step) for each in eager}
-        self._steps: dict[Any, KeptStep] = {}
-        self._pools: dict[bool, Any] = {}
+        self._kept = KeptSteps(self._paged, MOST_GRAPHS, any_rows=True)
         self._fit, self._are_valid = captures, False
 
     @property
@@ -110,35 +109,22 @@ class BatchSteps:
 
     def _drop_graphs(self) -> None:
         self._fit = False
-        self._steps.clear()
-        self._pools.clear()
+        self._kept.clear()
 
     def _begin(self) -> None:
         """Prepare for other requests, and perhaps a changed model."""
         if self._fit:
             valid = [each.can_be_captured() for each in self._watches]
             self._are_valid = all(valid)
-        for each in self._steps.values():
-            each.begin()
+        self._kept.begin()
 
     def _step(
         self, step: CompiledStep | EagerStep, num_reqs: int, num_tokens: int | None
     ) -> KeptStep:
         """Return the step of at least these sizes; ``num_tokens`` is None for a decode."""
-        decodes = num_tokens is None
-        rows = self._rows(num_reqs) if decodes else self._paged.max_batch_size
-        key = rows, num_tokens
-        found = self._steps.pop(key, None)
-        if found is None:
-            if decodes not in self._pools:  # graphs share a pool, as only one graph runs at a time
-                self._pools[decodes] = kept.pool_of(self._paged.device)
-            pool, tensors = self._pools[decodes], self._paged.tensors
-            found = KeptStep(step, tensors, rows, num_tokens, pool, any_rows=True)
-            self._request_kernels(step, num_tokens or rows, rows)
-        self._steps[key] = found
-        if len(self._steps) > MOST_GRAPHS:
-            del self._steps[next(iter(self._steps))]
-        return found
+        rows = self._paged.max_batch_size if num_tokens is not None else self._rows(num_reqs)
+        self._request_kernels(step, num_tokens or rows, rows)
+        return self._kept.of(step, rows, num_tokens)
 
     def _rows(self, num_reqs: int) -> int:
         return min(1 << (num_reqs - 1).bit_length(), self._paged.max_batch_size)
@@ -146,7 +132,8 @@ class BatchSteps:
     def _request_kernels(
         self, step: CompiledStep | EagerStep, num_tokens: int, num_reqs: int
     ) -> None:
-        """Let workers compile the kernels of an eager step; a compiled step does this itself."""
+        """Let workers compile the kernels of an eager step, once per class of sizes; a compiled
+        step does this itself."""
         dry_runs, tensors = self._dry_runs.get(step), self._paged.tensors
         if dry_runs is not None:
             rest = {"state_rings": False} if step is self._decode else {}

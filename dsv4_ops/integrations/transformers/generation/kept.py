@@ -159,6 +159,52 @@ class KeptStep:
         return self._step.form(self._batch, self._cache, **self._options)
 
 
+class KeptSteps:
+    """The steps that use a cache, and the memory pools of their graphs: one for decodes and one for
+    prefills, because only one graph runs at a time.
+
+    Args:
+        cache: The cache.
+        most: Maximum number of steps; the least recently used ones are dropped.
+        any_rows: See ``KeptStep``.
+    """
+
+    def __init__(self, cache: PagedCache, most: int, any_rows: bool = False) -> None:
+        self.cache, self.most, self.any_rows = cache, most, any_rows
+        self.pools: dict[bool, Any] = {}
+        self._steps: dict[Any, KeptStep] = {}
+
+    def of(self, step: CompiledStep | EagerStep, rows: int, tokens: int | None) -> KeptStep:
+        """Return the step of these sizes. For ``tokens``, see ``KeptStep``."""
+        key = step, rows, tokens
+        found = self._steps.pop(key, None)
+        if found is None:
+            decodes = tokens is None
+            if decodes not in self.pools:
+                self.pools[decodes] = pool_of(self.cache.device)
+            pool, tensors = self.pools[decodes], self.cache.tensors
+            found = KeptStep(step, tensors, rows, tokens, pool, self.any_rows)
+        self._steps[key] = found
+        if len(self._steps) > self.most:
+            del self._steps[next(iter(self._steps))]
+        return found
+
+    def begin(self) -> None:
+        """Prepare all steps for other requests."""
+        for each in self._steps.values():
+            each.begin()
+
+    def drop_prefills(self) -> None:
+        """Free the graphs of prefills and their pool."""
+        self._steps = {key: each for key, each in self._steps.items() if key[2] is None}
+        self.pools.pop(False, None)
+
+    def clear(self) -> None:
+        """Free all graphs and pools."""
+        self._steps.clear()
+        self.pools.clear()
+
+
 @dataclass
 class KeptCache:
     """A cache, and the steps that read and write this cache.
@@ -174,31 +220,23 @@ class KeptCache:
     made_for: Any
     epoch: int
     prefill: EagerStep | None
-    steps: dict[Any, KeptStep] = field(default_factory=dict)
-    pools: dict[bool, Any] = field(default_factory=dict)
+    steps: KeptSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = KeptSteps(self.cache, MOST_GRAPHS)
 
     def step(
         self, step: CompiledStep | EagerStep, rows: int, tokens: int | None = None
     ) -> KeptStep:
         """Return the step of ``rows`` texts for a new call of ``generate``. For ``tokens``, see
         ``KeptStep``."""
-        key = step, rows, tokens
-        found = self.steps.pop(key, None)
-        if found is None:
-            decodes = tokens is None
-            if decodes not in self.pools:  # graphs share a pool, as only one graph runs at a time
-                self.pools[decodes] = pool_of(self.cache.device)
-            found = KeptStep(step, self.cache.tensors, rows, tokens, self.pools[decodes])
+        found = self.steps.of(step, rows, tokens)
         found.begin()
-        self.steps[key] = found
-        if len(self.steps) > MOST_GRAPHS:
-            del self.steps[next(iter(self.steps))]
         return found
 
     def drop_prefills(self) -> None:
         """Free the graphs of prefills and their pool, and empty the cache."""
-        self.steps = {key: each for key, each in self.steps.items() if key[2] is None}
-        self.pools.pop(False, None)
+        self.steps.drop_prefills()
         self.prefill = None
         self.reset()
 
