@@ -162,11 +162,11 @@ class FlashRanks(Ranks):
                 self.prefills(model)
 
     def generate(self, model: Any) -> None:
-        """Time ``generate`` after the longest prompt, twice."""
+        """Time ``generate`` after the longest prompt; the third call captures the prefill."""
         prompt, new = max(self.options.prefills), self.options.generate
         ids = torch.arange(prompt, device=self.device)[None] % 250 + 3
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        for name in ("first generate", "generate again"):
+        for name in ("first generate", *("generate again",) * 3):
             with self.phase(name):
                 texts = model.generate(ids, max_new_tokens=new, **settings)
             if texts.shape[1] != prompt + new:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,14 +139,9 @@ class ContextParallel:
         Raises:
             ValueError: a value differs between ranks.
         """
-        if self.world_size == 1:
-            return
-        digests = [hashlib.sha256(f"{key}={value!r}".encode()) for key, value in values.items()]
-        own = torch.tensor([int(each.hexdigest()[:15], 16) for each in digests], device=device)
-        every = cp_gather_rows(own, self.group).view(self.world_size, -1)
-        differing = (every != every[0]).any(0).tolist()
-        for (name, value), differs in zip(values.items(), differing, strict=True):
-            if differs:
+        differing = self.differing(device, **values)
+        for name, value in values.items():
+            if name in differing:
                 raise argument_error(
                     op,
                     what,
@@ -153,6 +149,16 @@ class ContextParallel:
                     got=f"{value!r:.200} here",
                     do="Start every rank with the same arguments, and the same prompts",
                 )
+
+    def differing(self, device: torch.device | str, **values: Any) -> list[str]:
+        """Return the names of the values that differ between ranks. For the arguments, see
+        ``agree``; all ranks must call the method."""
+        if self.world_size == 1:
+            return []
+        digests = [hashlib.sha256(f"{key}={value!r}".encode()) for key, value in values.items()]
+        own = torch.tensor([int(each.hexdigest()[:15], 16) for each in digests], device=device)
+        every = cp_gather_rows(own, self.group).view(self.world_size, -1)
+        return list(itertools.compress(values, (every != every[0]).any(0).tolist()))
 
 
 def every_rank(out: Tensor, lse: Tensor, ranks: ContextParallel) -> Sequence[Tensor]:

@@ -67,6 +67,6 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
             new = func(*args, **kwargs)
             for into, result in zip(pytree.tree_leaves(out), pytree.tree_leaves(new), strict=True):
                 if isinstance(into, Tensor) and into.data_ptr() != result.data_ptr():
-                    into.copy_(result)
+                    into.copy_(torch.ops._c10d_functional.wait_tensor(result))
 
     return torch.no_grad()(replay)

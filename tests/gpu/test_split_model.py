@@ -17,14 +17,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
-from dsv4_ops.testing.models import head_plan
+from dsv4_ops.testing.models import head_plan, small_dsa_model
 from dsv4_ops.testing.stored_rows import differences
+from tests.gpu.test_dsa_model import FAMILIES, SIZES
 from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import free_collectives, gpu_ranks, of_ranks, run_ranks
 from tests.transformers.test_deepseek_v32 import logits_of
 from tests.transformers.test_split_heads import LENGTHS, MODELS, REQUESTS, patched, split, text
 
 DEVICE = os.environ.get("DSV4_OPS_SPLIT_DEVICE", "cuda")
+VIA = "symmetric_memory" if DEVICE == "cuda" else "reduce_scatter"
+BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs 2 GPUs"
 )
@@ -73,6 +76,22 @@ def captured(step, batch, cache):
     return replay
 
 
+def one_graph():
+    """Return a compiled step of padded batches, which CUDA captures once."""
+    compiled = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
+    replays = []
+
+    def step(model, batch, cache):
+        batch = padded_to(batch, TOKENS, REQUESTS)
+        if DEVICE == "cpu":
+            return compiled(model, batch, cache)
+        if not replays:  # the warm-up writes what the step writes again
+            replays.append(captured(lambda *given: compiled(model, *given), batch, cache))
+        return replays[0](batch)
+
+    return step
+
+
 def check(engine, want, what, one=None):
     """Check logits, and tokens wherever the best two logits differ by more than the error. Compare
     the caches of all layers with those of ``one``, which a single GPU computed."""
@@ -101,22 +120,24 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
     model = model.to(DEVICE)
     # in float32 its grouped products read lengths on the host, which no graph can capture
     model.set_experts_implementation("batched_mm")
-    via = "symmetric_memory" if DEVICE == "cuda" else "reduce_scatter"
-    patched(model, parallel=ContextParallel.of(interleave=2, via=via))
+    patched(model, parallel=ContextParallel.of(interleave=2, via=VIA))
     one = started(patched(whole(family).to(DEVICE)), COUNTS).cache if family == "v4" else None
     check(started(model, COUNTS), want, f"{family} eager", one)
-    compiled = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
-    replays = []
+    check(started(model, COUNTS, one_graph()), want, f"{family} captured", one)
 
-    def one_graph(model, batch, cache):
-        batch = padded_to(batch, TOKENS, REQUESTS)
-        if DEVICE == "cpu":
-            return compiled(model, batch, cache)
-        if not replays:  # the warm-up writes what the step writes again
-            replays.append(captured(lambda *given: compiled(model, *given), batch, cache))
-        return replays[0](batch)
 
-    check(started(model, COUNTS, one_graph), want, f"{family} captured", one)
+@torch.no_grad()
+def rank_shares(rank: int, family: str) -> None:
+    """Ranks share FP8 rows and FP8 keys, of which tokens select a few."""
+    sizes = {**SIZES, "index_topk": 16, "device": DEVICE}
+    want = small_dsa_model(family, **sizes)(text().to(DEVICE)).logits
+    model = small_dsa_model(family, dtype=torch.bfloat16, **sizes)
+    one = started(v4.patch(model), COUNTS).rms(want)
+    model = small_dsa_model(family, dtype=torch.bfloat16, **sizes)
+    v4.patch(model, parallel=ContextParallel.of(interleave=2, via=VIA))
+    many = [started(model, COUNTS, step).rms(want) for step in (None, one_graph())]
+    print(f"{family}: one {one:.3f}, ranks {many[0]:.3f}, captured {many[1]:.3f}", flush=True)
+    assert max(many) < 1.2 * one < 0.4  # logits have a standard deviation of one
 
 
 @torch.no_grad()
@@ -155,12 +176,14 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
-BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
-
-
 @pytest.mark.parametrize("family", MODELS)
 def test_a_split_model(family, checkpoints, tmp_path):
     run_ranks(gpu_ranks(), rank_model, tmp_path, family, checkpoints, backend=BACKEND, seconds=150)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_share_fp8_rows(family, tmp_path):
+    run_ranks(gpu_ranks(), rank_shares, tmp_path, family, backend=BACKEND, seconds=150)
 
 
 def test_ranks_run_one_package(tmp_path):

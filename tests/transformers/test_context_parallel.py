@@ -16,9 +16,12 @@ from torch.utils._pytree import tree_leaves
 from dsv4_ops import attention
 from dsv4_ops.attention import ContextParallel, MlaInputs, MlaSpec, build_mla_step, mla_layer
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.generation import kept
+from dsv4_ops.integrations.transformers.steps.eager import EagerStep
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.testing.contract.compare import equal
 from dsv4_ops.testing.models import small_dsa_model, small_mla_model
+from tests.fakes import graphs
 from tests.helpers import NIGHTLY, i32, nightly
 from tests.support.hf_models import Engine, padded_to, text
 from tests.support.ranks import run_ranks
@@ -202,6 +205,43 @@ def rank_selects_codes(rank, family, tokens):
 @pytest.mark.parametrize("family", ["V3.2", "GLM-5"])
 def test_ranks_select_the_rows_of_one(family, tmp_path):
     run_ranks(2, rank_selects, tmp_path, family)
+
+
+def rank_generates(rank, folder):
+    """Ranks keep a cache and graphs for later calls, unless another rank lacks them."""
+    prompt, single = text()[:2, :20], small_mla_model(num_hidden_layers=2)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = single.generate(prompt, **settings)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        captures, model = graphs.install(monkeypatch, folder), patched(interleave=4)
+
+        def numbers_of_captures(calls):
+            for _ in range(calls):
+                found = model.generate(prompt, compile_config=graphs.CONFIG, **settings)
+                assert torch.equal(found, want)
+                yield len(captures)
+
+        assert list(numbers_of_captures(4)) == [1, 1, 2, 2]  # the decode, then the prompt
+        if rank:
+            v4.empty_cache(model)
+        assert list(numbers_of_captures(2)) == [3, 3]
+        before = kept.captured
+
+        def lacking(run, pool):
+            replay = before(run, pool)  # a simulated capture sends to the other rank
+            if rank and isinstance(run.__self__._step, EagerStep):
+                raise torch.OutOfMemoryError
+            return replay
+
+        monkeypatch.setattr(kept, "captured", lacking)
+        assert list(numbers_of_captures(3)) == [4] * 3
+        [only] = getattr(model, kept.STEPS).kept._caches
+        assert only.prefill is None
+
+
+@pytest.mark.slow
+def test_ranks_keep_graphs(tmp_path):
+    run_ranks(2, rank_generates, tmp_path, tmp_path)
 
 
 def rank_refuses(rank, model):

@@ -169,6 +169,13 @@ def _attribute(owner: Any, name: str) -> Any:
         return Watch
 
 
+@functools.lru_cache(maxsize=8)
+def _ranks_of(mesh: Any) -> list[Any]:
+    """Return the ranks of a device mesh, which torch computes again in each call."""
+    ranks: list[Any] = mesh.mesh.tolist()
+    return ranks
+
+
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
 
@@ -234,7 +241,7 @@ class _Walk:
     def _add_tensor(self, tensor: Tensor) -> None:
         if is_split(tensor):
             whole: Any = tensor
-            ranks = whole.device_mesh.mesh.tolist()
+            ranks = _ranks_of(whole.device_mesh)
             self._words.append(f"{whole.placements} of {tuple(whole.shape)} on ranks {ranks}")
             tensor = local(tensor)
         if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:

@@ -195,7 +195,6 @@ def may_keep(model: Any, config: Any) -> bool:
     CUDA graphs can capture the steps."""
     return (
         keeps_on(model.device)
-        and model.dsv4_ops_spec.parallel is None
         and not config.disable_compile
         and not any(getattr(config, name, False) for name in _OUTPUTS)
         and _calls_only_ours(model)

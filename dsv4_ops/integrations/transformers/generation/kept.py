@@ -3,6 +3,9 @@
 A graph holds the addresses of a cache, so a model keeps a cache together with its graphs. A call
 takes a kept cache for itself, so concurrent calls use different caches. Unless a call fails, the
 call gives the cache back at the end. ``generate`` never returns a kept cache to its caller.
+
+Ranks that share the rows of a cache make the same calls. They compare what they have kept before
+they use it, and whether all of them captured a graph, because steps of different caches would hang.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations.transformers.architectures.base import draft_of
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep
@@ -68,7 +73,7 @@ def empty_cache(model: Any) -> None:
 
 
 class NoGraph(RuntimeError):
-    """A step was not captured, and did not run."""
+    """A step was not captured, on any rank, and did not run."""
 
 
 class KeptStep:
@@ -86,6 +91,7 @@ class KeptStep:
         pool: Memory pool of the graph.
         any_rows: Whether a batch may have fewer requests than ``rows``, in any rows of the cache.
             Otherwise request r is row r.
+        ranks: The ranks that share the cache, all of which run the step.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class KeptStep:
         tokens: int | None,
         pool: Any,
         any_rows: bool = False,
+        ranks: ContextParallel | None = None,
     ) -> None:
         # Python frees attributes in order, and a graph must be freed before its pool
         self._replay: Callable[[], None] | None = None
@@ -103,7 +110,7 @@ class KeptStep:
         starts = torch.arange(rows + 1, dtype=torch.int32, device=cache.device)
         batch = padding(tokens or rows, rows, cache.device)
         self._batch = replace(batch, rows=starts[:-1].clone())
-        self._any_rows = any_rows
+        self._any_rows, self._ranks = any_rows, ranks
         self._inputs: tuple[str, ...] = ("tokens", "seq_lens", *(("rows",) if any_rows else ()))
         self._options: dict[str, bool] = {}
         if tokens is None:
@@ -136,12 +143,7 @@ class KeptStep:
             self._replay, self._calls = None, 0
         if self._replay is None and self._calls == WARM_CALLS:
             self._form = self._found()
-            try:
-                self._replay = captured(self._run, self._pool)
-            except Exception as error:
-                if not self._any_rows:
-                    raise
-                raise NoGraph(f"{type(error).__name__}: {error}") from error
+            self._capture()
         if self._replay is None:
             self._calls += 1
             self._run()
@@ -151,6 +153,20 @@ class KeptStep:
             self._replay()
         assert self._logits is not None
         return self._logits
+
+    def _capture(self) -> None:
+        ranks, device = self._ranks, self._cache.device
+        try:
+            self._replay = captured(self._run, self._pool)
+        except Exception as error:
+            if ranks is not None:
+                ranks.differing(device, captured=False)
+            if self._any_rows or ranks is not None:
+                raise NoGraph(f"{type(error).__name__}: {error}") from error
+            raise
+        if ranks is not None and ranks.differing(device, captured=True):
+            self._replay = None
+            raise NoGraph("another rank could not capture the step")
 
     def _run(self) -> None:
         self._logits = self._step(self._batch, self._cache, **self._options)
@@ -182,8 +198,9 @@ class KeptSteps:
             decodes = tokens is None
             if decodes not in self.pools:
                 self.pools[decodes] = pool_of(self.cache.device)
-            pool, tensors = self.pools[decodes], self.cache.tensors
-            found = KeptStep(step, tensors, rows, tokens, pool, self.any_rows)
+            pool, ranks = self.pools[decodes], self.cache.spec.parallel
+            tensors = self.cache.tensors
+            found = KeptStep(step, tensors, rows, tokens, pool, self.any_rows, ranks)
         self._steps[key] = found
         if len(self._steps) > self.most:
             del self._steps[next(iter(self._steps))]
@@ -213,6 +230,7 @@ class KeptCache:
         cache: The cache, whose rows own their blocks.
         made_for: The properties of the model on which the cache depends.
         epoch: Number of calls of ``KeptCaches.clear`` before the cache was made.
+        number: Serial number of the cache, the same on all ranks.
         prefill: The step that runs prompts; None if the graphs of prefills do not fit into memory.
     """
 
@@ -220,6 +238,7 @@ class KeptCache:
     made_for: Any
     epoch: int
     prefill: EagerStep | None
+    number: int = 0
     steps: KeptSteps = field(init=False)
 
     def __post_init__(self) -> None:
@@ -266,7 +285,7 @@ class KeptCaches:
     def __init__(self) -> None:
         self._caches: list[KeptCache] = []
         self._lock = threading.Lock()
-        self._epoch = 0
+        self._epoch, self._made = 0, 0
 
     def take(self, model: Any, rows: int, length: int, chunk: int) -> KeptCache:
         """Return an empty kept cache of at least these sizes, or a new cache."""
@@ -277,16 +296,36 @@ class KeptCaches:
             found = min(fit, key=lambda each: each.nbytes, default=None)
             if found is not None:
                 self._caches.remove(found)
+        ranks = spec_of("generate", model).parallel
+        number = None if found is None else found.number
+        if ranks is not None and ranks.differing(model.device, number=number):
+            found = None
         if found is not None:
             found.reset()
             return found
+        with self._lock:
+            self._made += 1
+        cache = self._new(model, sizes, ranks)
+        prefill = EagerStep(model, prefill_step)
+        return KeptCache(cache, made_for, self._epoch, prefill, self._made)
+
+    def _new(
+        self, model: Any, sizes: tuple[int, int, int], ranks: ContextParallel | None
+    ) -> PagedCache:
+        """Make a cache that later calls can use too; if memory is short, free the kept caches and
+        make a cache of these sizes."""
+        rows, length, chunk = sizes
         longest = rounded(length, spec_of("generate", model).block_tokens)
-        try:
+        cache: PagedCache | None = None
+        with suppress(torch.OutOfMemoryError):
             cache = _cache(model, rows, longest, max(chunk, min(LEAST_CHUNK, longest)))
-        except torch.OutOfMemoryError:
+        failed = cache is None
+        if failed or (ranks is not None and ranks.differing(model.device, failed=failed)):
+            del cache
             self.clear()
-            cache = _cache(model, *sizes)
-        return KeptCache(cache, made_for, self._epoch, EagerStep(model, prefill_step))
+            return _cache(model, *sizes)
+        assert cache is not None
+        return cache
 
     def give_back(self, cache: KeptCache) -> None:
         """Keep a cache that a call took. Drop the caches that this cache can replace, and the

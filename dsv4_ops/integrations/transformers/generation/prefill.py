@@ -87,8 +87,10 @@ def prefilled(
             if tokens not in steps:
                 steps[tokens] = cache.step(step, len(ids), tokens)
             logits = steps[tokens](batch, paged.tensors)
-    except torch.OutOfMemoryError:  # a graph needs more memory than eager steps
-        steps.clear()
+    except (torch.OutOfMemoryError, kept.NoGraph) as error:
+        steps.clear()  # graphs need more memory than eager steps
+        if paged.spec.parallel is not None and not isinstance(error, kept.NoGraph):
+            raise  # the other ranks have run the step
     else:
         return logits
     cache.drop_prefills()
