@@ -86,13 +86,18 @@ def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(choice, "is_faster", lambda *call: False)
 
 
+OF_MODELS = {"transformers", "benchmarks/test_model", "gpu/test_model", "gpu/test_dsa_model"}
+"""Files and folders of tests of models."""
+
+
 @pytest.fixture(autouse=True)
 def _no_grad_for_models(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Disable gradients in tests of models, and reset Dynamo before each.
+    """Disable gradients in tests of models, and reset Dynamo before and after each.
 
     The conftest.py of these tests cannot have the fixture, because it imports transformers.
     """
-    if Path(__file__).parent / "transformers" not in request.path.parents:
+    path = request.path.relative_to(Path(__file__).parent).with_suffix("")
+    if OF_MODELS.isdisjoint(map(str, (path, *path.parents))):
         yield
         return
     import torch
@@ -100,6 +105,7 @@ def _no_grad_for_models(request: pytest.FixtureRequest) -> Iterator[None]:
     torch._dynamo.reset()
     with torch.no_grad():
         yield
+    torch._dynamo.reset()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.types import INT32_MAX as INT32_MAX
-from dsv4_ops.testing.case import i32 as i32, i64 as i64
+from dsv4_ops.testing import op_testing
+from dsv4_ops.testing.case import Case, i32 as i32, i64 as i64
+from dsv4_ops.testing.contract.compare import assert_agrees
 from dsv4_ops.testing.strategies.batches import (
     BAD_POSITIONS as BAD_POSITIONS,
     BAD_REQUESTS as BAD_REQUESTS,
@@ -76,6 +79,12 @@ def assert_exact(actual: Result, expected: Result) -> None:
         text = f"{got=}\n{want=}"
         assert (got.dtype, got.shape) == (want.dtype, want.shape), text
         assert torch.equal(got, want), text
+
+
+def assert_right(name: str, case: Case, actual: Sequence[Tensor]) -> None:
+    """Assert that results of an op agree with its reference's, as in the contract."""
+    expected = case.run(OPS[name].reference, OPS[name].mutated)
+    assert_agrees(f"{name}, {case.name}", op_testing(name), case, actual, expected)
 
 
 def maybe_strided(layout: Random, tensor: Tensor) -> Tensor:

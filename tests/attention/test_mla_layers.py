@@ -27,6 +27,7 @@ SPEC = MlaSpec(
     dtype=F32,
 )
 TABLE = [[2, 7], [5, 0], [1, 3], [0, 0]]
+BATCH = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
 
 
 def chunked(**changed):
@@ -36,8 +37,7 @@ def chunked(**changed):
 
 def test_the_step_of_a_mixed_batch():
     """Two decodes of one and two tokens, a prefill of three tokens after five, and padding."""
-    batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
-    step = build_mla_step(chunked(next_n=2), *batch, num_tokens=7)
+    step = build_mla_step(chunked(next_n=2), *BATCH, num_tokens=7)
     assert step.counts.tolist() == [2, 2, 3, 3]
     assert step.req_indices.tolist() == [0, 1, 1, 2, 2, 2, -1]
     assert step.positions.tolist() == [4, 2, 3, 5, 6, 7, -1]
@@ -53,26 +53,24 @@ def test_the_step_of_a_mixed_batch():
 
 def test_the_step_of_absorbed_contexts():
     """Every token is a decode over the rows that it sees."""
-    batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
     valid = torch.tensor([True] * 5 + [False, True])
-    step = build_mla_step(SPEC, *batch, valid, num_tokens=7)
+    step = build_mla_step(SPEC, *BATCH, valid, num_tokens=7)
     assert step.slot_mapping.tolist() == [28, 22, 23, 13, 14, -1, -1]
     assert step.decode_lens.tolist() == [5, 3, 4, 6, 7, 0, 0]
     assert step.decode_req_indices.tolist() == [0, 1, 1, 2, 2, -1, -1]
     assert step.prefill_start_loc is None
     tokens = TokenMap(step.req_indices, step.positions)
-    again = attention.mla_step_of_tokens(SPEC, tokens, batch[2])
+    again = attention.mla_step_of_tokens(SPEC, tokens, BATCH[2])
     assert torch.equal(again.decode_lens, step.decode_lens)
     assert torch.equal(again.slot_mapping, step.slot_mapping)
     with pytest.raises(ValueError, match="seq_lens must be given for chunked contexts, got None"):
-        attention.mla_step_of_tokens(chunked(), tokens, batch[2], batch[0])
+        attention.mla_step_of_tokens(chunked(), tokens, BATCH[2], BATCH[0])
 
 
 def test_decode_tokens_beyond_the_capacity_count_as_prefills():
     """The context of request 1's second token is its first token, and all tokens before that."""
-    batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
     settings = {"next_n": 2, "max_decode_tokens": 2, "workspace_rows": 8}
-    step = build_mla_step(chunked(**settings), *batch, num_tokens=7)
+    step = build_mla_step(chunked(**settings), *BATCH, num_tokens=7)
     assert step.counts.tolist() == [2, 2, 2, 3]
     assert step.decode_lens.tolist() == [5, 3]
     assert step.prefill_start_loc.tolist() == [2, 2, 3, 6, 6]

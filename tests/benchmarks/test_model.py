@@ -31,12 +31,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
 def shapes(cache):
     """Return the shapes of all tensors of every layer's cache, and its other values."""
     found = []

@@ -10,12 +10,12 @@ import dsv4_ops as ops
 from dsv4_ops.dispatch import choice, providers
 from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, opaque_calls
 from tests.fakes import flash_mla as fake_flash_mla
-from tests.helpers import NIGHTLY, nightly
+from tests.helpers import NIGHTLY, assert_right, nightly
 from tests.support import providers_on_cpu
 from tests.support.attention_batches import DECODE, GATHERED, PAGED, decode_case
 from tests.support.mla_batches import DENSE, SPARSE
 from tests.support.prefill_batches import PREFILL
-from tests.support.providers_on_cpu import CASES, LIBRARY_OPS, call, check, message, plan_of
+from tests.support.providers_on_cpu import CASES, LIBRARY_OPS, call, message, plan_of, run_of
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 pytestmark = pytest.mark.usefixtures("scalar_loops")
@@ -28,17 +28,17 @@ def test_the_adapter_gives_what_the_reference_gives(name, heads, flash_mla):
     inf, and tokens without keys."""
     for seed in range(3 if NIGHTLY else 2):
         case = CASES[name](seed, heads)
-        check(name, case, call(name, case, impl="flash_mla"))
+        assert_right(name, case, call(name, case, impl="flash_mla"))
     assert flash_mla.calls
 
 
 def test_a_window_alone_and_widths_that_are_no_multiple(flash_mla):
     case = decode_case(1, 3, 64, None)
-    check(DECODE, case, call(DECODE, case, impl="flash_mla"))
+    assert_right(DECODE, case, call(DECODE, case, impl="flash_mla"))
     tensors = list(case.tensors)
     tensors[2] = tensors[2][:, :37]
     narrow = type(case)("narrow", tuple(tensors), case.settings)
-    check(DECODE, narrow, call(DECODE, narrow, impl="flash_mla"))
+    assert_right(DECODE, narrow, call(DECODE, narrow, impl="flash_mla"))
 
 
 def test_no_token_and_no_page(flash_mla):
@@ -62,7 +62,7 @@ def test_the_rotation_is_undone_behind_it(flash_mla):
     case = decode_case(2, 7, 64)
     tensors = (*case.tensors[:-2], positions, table)
     rotated = type(case)("inverse RoPE", tensors, case.settings)
-    check(DECODE, rotated, call(DECODE, rotated, impl="flash_mla"))
+    assert_right(DECODE, rotated, call(DECODE, rotated, impl="flash_mla"))
 
 
 def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
@@ -71,7 +71,7 @@ def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
     plan = plan_of(first)
     assert len(flash_mla.calls) == 1
     for case in (first, second):
-        check(DECODE, case, providers_on_cpu.planned(case, plan))
+        assert_right(DECODE, case, planned_as(DECODE, case, plan))
 
 
 def metadata_of(name, case, **changed):
@@ -87,8 +87,7 @@ def metadata_of(name, case, **changed):
 
 
 def planned_as(name, case, plan, **settings):
-    settings = {"impl": "flash_mla", "flash_mla_plan": plan, **settings}
-    return getattr(ops, name)(*case.tensors, **{**case.settings, **settings})
+    return call(name, case, **{"impl": "flash_mla", "flash_mla_plan": plan, **settings})
 
 
 @pytest.mark.parametrize("name", [DECODE, PAGED])
@@ -96,7 +95,7 @@ def test_metadata_of_the_lens_is_not_made_again(name, flash_mla):
     """The fake refuses metadata for other lengths."""
     case = CASES[name](5)
     metadata = metadata_of(name, case)
-    check(name, case, planned_as(name, case, metadata))
+    assert_right(name, case, planned_as(name, case, metadata))
     assert (flash_mla.calls, flash_mla.plans) == (["decode"], [])
     assert providers.flash_mla_num_sm_parts(64, "cpu") == flash_mla.PARTS
     call(name, case, impl="flash_mla")
@@ -111,14 +110,14 @@ def test_metadata_is_ignored_where_flash_mla_does_not_run():
     """On a CPU, "auto" selects no library."""
     case = CASES[DECODE](5)
     metadata = metadata_of(DECODE, case)
-    check(DECODE, case, planned_as(DECODE, case, metadata, impl="auto"))
+    assert_right(DECODE, case, planned_as(DECODE, case, metadata, impl="auto"))
 
 
 def test_metadata_of_a_window_alone(flash_mla):
     case = decode_case(3, 9, 64, extra=None)
     sizes = {"swa_width": case.tensors[2].shape[1], "num_sm_parts": flash_mla.PARTS}
     metadata = ops.flash_mla_metadata(case.tensors[3], **sizes)
-    check(DECODE, case, planned_as(DECODE, case, metadata))
+    assert_right(DECODE, case, planned_as(DECODE, case, metadata))
     assert flash_mla.plans == []
 
 
@@ -128,7 +127,7 @@ def test_metadata_at_any_place_of_a_buffer(flash_mla):
     metadata = metadata_of(DECODE, case)
     buffer = torch.zeros(metadata.numel() + 3, dtype=torch.int32)
     moved = buffer[3:].view(metadata.shape).copy_(metadata)
-    check(DECODE, case, planned_as(DECODE, case, moved))
+    assert_right(DECODE, case, planned_as(DECODE, case, moved))
     assert flash_mla.plans == []
 
 
@@ -140,7 +139,7 @@ def test_metadata_is_made_in_one_graph_with_the_call(flash_mla):
         return planned_as(DECODE, given, metadata_of(DECODE, given))
 
     compiled = torch.compile(both, fullgraph=True, dynamic=False, backend="aot_eager")
-    check(DECODE, case, compiled(*case.tensors))
+    assert_right(DECODE, case, compiled(*case.tensors))
     assert flash_mla.plans == []
 
 
@@ -164,7 +163,7 @@ def test_a_plan_of_other_sizes_is_refused(name, flash_mla):
     plan = plan_of(case)
     other = plan._replace(**{name: getattr(plan, name) + 1})
     with pytest.raises(ValueError, match="flash_mla_plan must be made for") as caught:
-        providers_on_cpu.planned(case, other)
+        planned_as(DECODE, case, other)
     assert str(caught.value) == (
         f"sparse_mla_decode: flash_mla_plan must be made for {name} = {getattr(plan, name)}, got "
         f"one for {getattr(other, name)}. Make one of flash_mla_plan for every size of batch."
@@ -216,19 +215,13 @@ def test_a_plan_needs_sizes_that_flash_mla_takes(arguments, text):
 )
 def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
     case = CASES[name](3)
-    present = [place for place, tensor in enumerate(case.tensors) if tensor is not None]
-
-    def run(*tensors):
-        given = list(case.tensors)
-        for place, tensor in zip(present, tensors, strict=True):
-            given[place] = tensor
-        return tuple(getattr(ops, name)(*given, **case.settings, impl="flash_mla"))
-
+    present = providers_on_cpu.present_in(case)
+    run = run_of(name, case, present, impl="flash_mla")
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
     # Dynamo would trace twice if a float begins as a symbol and ends as a constant
     with torch._dynamo.config.patch(specialize_float=True):
         actual, code = compile_and_get_code(compiled, *(case.tensors[place] for place in present))
-    check(name, case, actual, "compiled")
+    assert_right(name, case, actual)
     op = "sparse_prefill_fwd" if name in (GATHERED, PREFILL) else "sparse_decode_fwd"
     op = "dense_decode_fwd" if name == DENSE else op
     op = "sparse_prefill_fwd" if case.settings.get("layout") == "plain" and name == SPARSE else op
@@ -273,14 +266,14 @@ def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
 def test_the_module_of_deepseek(name, flash_mla_module):
     """All functions of the module run."""
     case = CASES[name](3)
-    check(name, case, call(name, case, impl="flash_mla"))
+    assert_right(name, case, call(name, case, impl="flash_mla"))
     # each graph contains the same op of ours, which Inductor calls
     compiled = torch.compile(
         lambda *tensors: getattr(ops, name)(*tensors, **case.settings, impl="flash_mla"),
         fullgraph=True,
         backend="inductor" if NIGHTLY or name == DECODE else "aot_eager",
     )
-    check(name, case, compiled(*case.tensors[:8]), "compiled")
+    assert_right(name, case, compiled(*case.tensors[:8]))
     assert len(fake_flash_mla.calls) == 2
 
 

@@ -12,10 +12,10 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, prefill, providers
 from dsv4_ops.reference.bf16_workspace import Prefill, Source, find_spans, list_rows
 from dsv4_ops.testing.case import Case
-from tests.helpers import INT32_MAX, INT32_MIN, i32, i64, nightly
+from tests.helpers import INT32_MAX, INT32_MIN, assert_right, i32, i64, nightly
 from tests.support.attention_batches import generator, integers
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
-from tests.support.providers_on_cpu import CASES, call, check, message
+from tests.support.providers_on_cpu import CASES, call, message
 from tests.support.sampled import sampled
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
@@ -34,7 +34,7 @@ def but(case: Case, **changed: Tensor | None) -> Case:
 
 
 def agrees(case: Case) -> None:
-    check(PREFILL, case, call(PREFILL, case, impl="flash_mla"))
+    assert_right(PREFILL, case, call(PREFILL, case, impl="flash_mla"))
 
 
 def test_what_is_gathered_by_hand():
@@ -180,7 +180,7 @@ def test_an_exported_program_has_room_for_no_more_rows(flash_mla):
         dynamic[PLACES[name]] = {1: torch.export.Dim(name, min=2)}
     few = wide(case, 2, 5, 4)
     program = torch.export.export(Call(), few.tensors, dynamic_shapes=(tuple(dynamic),))
-    check(PREFILL, few, program.module()(*few.tensors))
+    assert_right(PREFILL, few, program.module()(*few.tensors))
     with pytest.raises(NotImplementedError) as error:
         program.module()(*wide(case, 2, 4096, 4097).tensors)
     assert str(error.value) == ROOM

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 import dsv4_ops as ops
-from dsv4_ops import testing
-from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice
 from dsv4_ops.dispatch.providers import choice_of
 from dsv4_ops.kernels.external import scaled_mm
-from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.float64.linear import block_values, fp8_weight
+from tests.helpers import assert_right
 
 W8A8 = {"activations": "fp8", "impl": "scaled_mm"}
+BF16_OUT = {**W8A8, "out_dtype": torch.bfloat16}
 
 
 def call(num_tokens, rows=256, columns=512):
@@ -48,9 +48,7 @@ def on_cpu(monkeypatch):
 def test_the_product_is_that_of_the_reference(on_cpu, num_tokens):
     x, weight, scale = call(num_tokens)
     found = ops.fp8_linear(x, weight, scale, **W8A8)
-    case = testing.Case("eager", (x, weight, scale), {**W8A8, "out_dtype": torch.bfloat16})
-    expected = case.run(OPS["fp8_linear"].reference)
-    assert_agrees("scaled_mm", testing.op_testing("fp8_linear"), case, (found,), expected)
+    assert_right("fp8_linear", Case("eager", (x, weight, scale), BF16_OUT), (found,))
     rows = ops.quantize_rows(x)
     given = ops.fp8_linear(rows.values, weight, scale.view(torch.float8_e8m0fnu).float(),
                            rows.scales, impl="scaled_mm")  # fmt: skip
@@ -62,10 +60,7 @@ def test_products_of_groups_are_those_of_the_reference(on_cpu, num_tokens):
     x, weight, scale = call(num_tokens, 512, 1024)
     x, weight, scale = x.unflatten(1, (2, -1)), weight[:, :512], scale[:, :4]
     found = ops.fp8_grouped_linear(x, weight, scale, **W8A8)
-    case = testing.Case("eager", (x, weight, scale), {**W8A8, "out_dtype": torch.bfloat16})
-    expected = case.run(OPS["fp8_grouped_linear"].reference)
-    checked = testing.op_testing("fp8_grouped_linear")
-    assert_agrees("scaled_mm", checked, case, (found,), expected)
+    assert_right("fp8_grouped_linear", Case("eager", (x, weight, scale), BF16_OUT), (found,))
     rows = ops.quantize_rows(x.transpose(0, 1).flatten(0, 1))
     codes, scales = (each.unflatten(0, (2, num_tokens)) for each in rows)
     given = ops.fp8_grouped_linear(codes, weight, scale, scales, impl="scaled_mm")
@@ -118,6 +113,5 @@ def test_auto_takes_it_from_so_many_tokens_on(on_cpu):
 def test_torch_knows_such_a_product():
     """Torch's own fake refuses other layouts of the scales."""
     tensors = (tensor.to("meta") for tensor in call(13))
-    settings = {"activations": "fp8", "out_dtype": torch.bfloat16, "impl": "scaled_mm"}
-    product = scaled_mm.fp8_linear(None, *tensors, None, **settings)
+    product = scaled_mm.fp8_linear(None, *tensors, None, **BF16_OUT)
     assert (product.shape, product.dtype) == ((13, 256), torch.bfloat16)

@@ -21,14 +21,6 @@ SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3
 FAMILIES, EXACT = ("V3.2", "GLM-5"), {"kv": "fp32", "precision": "reference"}
 
 
-@pytest.fixture(autouse=True)
-def _no_grad():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
-
-
 def cache_of(model, requests=REQUESTS):
     return v4.PagedCache.for_model(model, max_batch_size=requests, max_cache_len=LENGTH)
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import dsv4_ops as ops
-from dsv4_ops import testing
-from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.experts import W4A8, W4A16, expert_weights
-from dsv4_ops.testing.contract.compare import assert_agrees
+from tests.helpers import assert_right
 
 PRECISIONS = pytest.mark.parametrize(
     ("bits", "settings"),
@@ -16,41 +15,39 @@ PRECISIONS = pytest.mark.parametrize(
 )
 
 
+def sampled(num_tokens, num_experts, bits):
+    seed = torch.Generator().manual_seed(num_tokens)
+    weights = expert_weights(seed, num_experts, 512, 384, bits)
+    x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)
+    scores = torch.rand(num_tokens, num_experts, generator=seed).topk(2)
+    return x, scores.values, scores.indices.int(), weights
+
+
 @PRECISIONS
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts"), [(5, 8), (20, 4), (40, 4), (40, 2), (60, 2), (600, 2)]
 )
 def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_experts, bits, settings):
     """Experts have 1 to 600 rows on average, so that blocks have every size."""
-    seed = torch.Generator().manual_seed(num_tokens)
-    weights = expert_weights(seed, num_experts, 512, 384, bits)
-    x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)
-    scores = torch.rand(num_tokens, num_experts, generator=seed).topk(2)
-    ids = scores.indices.int()
+    x, scores, ids, weights = sampled(num_tokens, num_experts, bits)
     ids[0, 0], ids[1, 1] = -1, num_experts
-    check(x, scores.values, ids, weights, settings)
+    check(x, scores, ids, weights, settings)
 
 
 @PRECISIONS
 @pytest.mark.parametrize("num_tokens", [100, 260, 600])
 def test_an_expert_of_many_blocks_among_others_of_one(num_tokens, bits, settings):
     """Some programs have two blocks, at each size that allows two: 3, 8 or 19 rows on average."""
-    seed = torch.Generator().manual_seed(num_tokens)
-    weights = expert_weights(seed, 64, 512, 384, bits)
-    x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)
-    scores = torch.rand(num_tokens, 64, generator=seed).topk(2)
-    ids = scores.indices.int()
+    x, scores, ids, weights = sampled(num_tokens, 64, bits)
     ids[: num_tokens // 2, 0] = 3
-    check(x, scores.values, ids, weights, settings)
+    check(x, scores, ids, weights, settings)
 
 
 def check(x, scores, ids, weights, settings):
     tensors = (x, scores, ids, *weights)
     on_gpu = tuple(None if each is None else each.cuda() for each in tensors)
-    case = testing.Case("triton", on_gpu, settings)
-    expected = case.run(OPS["experts"].reference)
-    found = case.run(ops.experts)
-    assert_agrees("experts", testing.op_testing("experts"), case, found, expected)
+    case = Case("triton", on_gpu, settings)
+    assert_right("experts", case, case.run(ops.experts))
 
 
 @pytest.mark.parametrize("skipped", [1, 4])

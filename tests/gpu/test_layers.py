@@ -91,8 +91,7 @@ def steps_beside(layer: SmallLayer, call, steps) -> None:
 def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
     torch._dynamo.reset()
     counters.clear()
-    layer = SmallLayer(kind, SPEC, DEVICE)
-    layer.plan_heads = plan_heads
+    layer, _ = on_device(kind, SPEC, plan_heads)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     counts, padding = STEPS[0]
     batch = [tensor.to(DEVICE) for tensor in Engine(layer).batch(counts, padding)]
@@ -108,8 +107,7 @@ def test_captured_decode_steps(kind: str, plan_heads: int) -> None:
     """One CUDA graph is replayed while its inputs change in place: 20 steps across windows of 4 and
     16 tokens and over reused blocks, without a host sync."""
     torch._dynamo.reset()
-    layer = SmallLayer(kind, SPEC, DEVICE)
-    layer.plan_heads = plan_heads
+    layer, _ = on_device(kind, SPEC, plan_heads)
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, options=GRAPHS)
     static: list[Tensor] = []
     calls = 0
@@ -136,8 +134,7 @@ def test_captured_decode_steps(kind: str, plan_heads: int) -> None:
 def test_a_package_of_every_kind(kind: str, plan_heads: int, tmp_path: Path) -> None:
     """A layer is exported with dynamic sizes, and its package runs without dsv4_ops on the caller's
     caches. A step with a plan makes the plan in the package."""
-    layer = SmallLayer(kind, SPEC, DEVICE)
-    layer.plan_heads = plan_heads
+    layer, _ = on_device(kind, SPEC, plan_heads)
     layers.poison(layer)
     engine, inputs, expected = Engine(layer), [], []
     for counts, padding in STEPS:

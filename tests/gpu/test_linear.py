@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import dsv4_ops as ops
-from dsv4_ops import testing
-from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch.choice import scaled_mm_obstacle
-from dsv4_ops.testing.contract.compare import assert_agrees
-from tests.dispatch.test_scaled_mm import W8A8, call
+from dsv4_ops.testing.case import Case
+from tests.dispatch.test_scaled_mm import BF16_OUT, W8A8, call
+from tests.helpers import assert_right
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -23,10 +22,7 @@ def test_scaled_mm_is_the_product_of_the_reference(num_tokens, compiled):
 
     torch._dynamo.reset()
     found = (torch.compile(product, fullgraph=True) if compiled else product)(*tensors)
-    settings = {**W8A8, "out_dtype": torch.bfloat16}
-    case = testing.Case("scaled_mm", tuple(tensors), settings)
-    expected = case.run(OPS["fp8_linear"].reference)
-    assert_agrees("scaled_mm", testing.op_testing("fp8_linear"), case, (found,), expected)
+    assert_right("fp8_linear", Case("scaled_mm", tuple(tensors), BF16_OUT), (found,))
 
 
 @pytest.mark.parametrize("given", ["bf16", "codes"])
@@ -40,16 +36,12 @@ def test_kernels_of_every_tile_are_the_product_of_the_reference(num_tokens, give
         rows = ops.quantize_rows(x)
         tensors = (rows.values, weight, scale, rows.scales * 1.5)
     tensors = tuple(tensor.cuda() for tensor in tensors)
-    case = testing.Case("triton", tensors, settings)
-    expected = case.run(OPS["fp8_linear"].reference)
-    found = case.run(ops.fp8_linear)
-    assert_agrees("triton", testing.op_testing("fp8_linear"), case, found, expected)
+    case = Case("triton", tensors, settings)
+    assert_right("fp8_linear", case, case.run(ops.fp8_linear))
     pairs = enumerate(tensors)
     groups = [each.unflatten(1, (2, -1)) if place in (0, 3) else each for place, each in pairs]
     if given == "codes":
         groups[0], groups[3] = groups[0].transpose(0, 1), groups[3].transpose(0, 1)
     groups[1], groups[2] = groups[1][:, :512].contiguous(), groups[2][:, :4].contiguous()
-    case = testing.Case("groups", tuple(groups), settings)
-    expected = case.run(OPS["fp8_grouped_linear"].reference)
-    found = case.run(ops.fp8_grouped_linear)
-    assert_agrees("groups", testing.op_testing("fp8_grouped_linear"), case, found, expected)
+    case = Case("groups", tuple(groups), settings)
+    assert_right("fp8_grouped_linear", case, case.run(ops.fp8_grouped_linear))

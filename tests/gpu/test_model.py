@@ -10,7 +10,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from benchmarks.harness.timing import Capture
 from dsv4_ops.core import target
@@ -21,14 +21,7 @@ from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import small_model
 from tests.support.attention_batches import no_host_sync
 from tests.support.hf_models import LENGTH, REQUESTS, Engine, expected, random_counts, text
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+from tests.transformers.test_decoding import Same
 
 
 def cache_of(model, **sizes):
@@ -200,13 +193,6 @@ def test_generate_compiles_each_part_once():
         assert generated(model, ids[:2, :9], max_new_tokens=40)
     assert counters["stats"]["unique_graphs"] == graphs
     assert generated(model, ids, disable_compile=True) == want
-
-
-class Same(LogitsProcessor):
-    """A user's own logits processor, with which Hugging Face's loop runs."""
-
-    def __call__(self, input_ids, scores):
-        return scores
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "top_k": 40, "top_p": 0.9}])

@@ -25,13 +25,10 @@ from tests.helpers import i32
 from tests.support import attention_batches as batches
 from tests.support.attention_batches import DECODE, DEVICE, GATHERED, PAGED, SCALE, decode_case
 from tests.support.prefill_batches import GRAPHS, PREFILL, prefill_case
+from tests.support.providers_on_cpu import call, plan_of, present_in, run_of
 
 pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
 pytest_plugins = ("tests.gpu.providers",)
-
-
-def call(name: str, case: Case, **settings):
-    return getattr(ops, name)(*case.tensors, **{**case.settings, **settings})
 
 
 def assert_upstream(
@@ -121,27 +118,14 @@ def test_a_cache_beyond_4_gib(gpu_memory_alone):
         assert torch.equal(far.out, near.out)
 
 
-def plan_of(case: Case) -> providers.FlashMlaPlan:
-    q, _, swa, _, _, extra = case.tensors[:6]
-    width = 0 if extra is None else extra.shape[1]
-    return providers.flash_mla_plan(
-        q.shape[0], num_heads=q.shape[1], swa_width=swa.shape[1], extra_width=width
-    )
-
-
-def planned(case: Case, plan: providers.FlashMlaPlan, **settings):
-    settings = {**case.settings, **settings, "impl": "flash_mla", "flash_mla_plan": plan}
-    return ops.sparse_mla_decode(*case.tensors, **settings)
-
-
 @pytest.mark.parametrize("extra", [None, 512])
 @pytest.mark.parametrize(("tokens", "heads"), [(33, 128), (300, 64)])
 def test_one_plan_is_right_for_any_lens(tokens, heads, extra):
     plan = None
     for seed in range(3):
         case = decode_case(seed, tokens, heads, extra).on(DEVICE)
-        plan = plan or plan_of(case)
-        check(DECODE, case, planned(case, plan))
+        plan = plan or plan_of(case, device=DEVICE)
+        check(DECODE, case, call(DECODE, case, impl="flash_mla", flash_mla_plan=plan))
 
 
 LENS = ("none", "one key", "random", "mostly none", "whole blocks", "full", "one long")
@@ -207,8 +191,8 @@ def test_a_captured_step_makes_its_metadata(name, extra):
         widths = {"swa_width": swa.shape[1], "extra_width": width}
         parts = providers.flash_mla_num_sm_parts(q.shape[1])
         plan = ops.flash_mla_metadata(swa_lens, lens, **widths, num_sm_parts=parts)
-        settings = {**case.settings, "impl": "flash_mla", "flash_mla_plan": plan}
-        return [getattr(ops, name)(*case.tensors, **settings) for _ in range(2)]
+        settings = {"impl": "flash_mla", "flash_mla_plan": plan}
+        return [call(name, case, **settings) for _ in range(2)]
 
     def sampled(seed):
         if name == PAGED:
@@ -226,20 +210,6 @@ def test_a_captured_step_makes_its_metadata(name, extra):
         for found in outputs:
             check(name, case, found)
             assert all(torch.equal(ours, other) for ours, other in zip(found, own, strict=True))
-
-
-def run_of(name: str, case: Case, present: list[int], **settings):
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = list(case.tensors)
-        for place, tensor in zip(present, tensors, strict=True):
-            given[place] = tensor
-        return tuple(getattr(ops, name)(*given, **{**case.settings, **settings}))
-
-    return run
-
-
-def present_in(case: Case) -> list[int]:
-    return [place for place, tensor in enumerate(case.tensors) if tensor is not None]
 
 
 CASES = {

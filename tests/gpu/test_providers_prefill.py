@@ -15,10 +15,11 @@ from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Source
 from dsv4_ops.testing.case import Case
 from tests.gpu.test_cache import needs_baselines
-from tests.gpu.test_providers import call, check, run_of
+from tests.gpu.test_providers import check
 from tests.helpers import INT32_MAX, INT32_MIN
 from tests.support.attention_batches import DEVICE, generator, graph_of, integers, some_tokens
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
+from tests.support.providers_on_cpu import call, present_in, run_of
 
 pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
 pytest_plugins = ("tests.gpu.providers",)
@@ -126,7 +127,7 @@ def test_a_captured_call_follows_its_tensors(mode: str) -> None:
 def test_compiled_code_has_one_workspace(mode: str) -> None:
     """Our gathers write to the workspace in place, and FlashMLA reads it there."""
     case = prefill_case(1, 30, 64, mode).on(DEVICE)
-    present = [place for place, tensor in enumerate(case.tensors) if tensor is not None]
+    present = present_in(case)
     run = run_of(PREFILL, case, present, impl="flash_mla")
     compiled = torch.compile(run, fullgraph=True, dynamic=False)
     result, code = compile_and_get_code(compiled, *(case.tensors[place] for place in present))

@@ -20,7 +20,7 @@ from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import head_plan, small_dsa_model
 from dsv4_ops.testing.stored_rows import differences
 from tests.gpu.test_dsa_model import FAMILIES, SIZES
-from tests.support.hf_models import Engine, padded_to
+from tests.support.hf_models import Engine, checkpoints, padded_to  # noqa: F401  # a fixture
 from tests.support.ranks import free_collectives, gpu_ranks, of_ranks, run_ranks
 from tests.transformers.test_deepseek_v32 import logits_of
 from tests.transformers.test_split_heads import LENGTHS, MODELS, REQUESTS, patched, split, text
@@ -168,16 +168,8 @@ def _needs_a_gpu():
     """Skip without a GPU, unless the variable names another device."""
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for family in MODELS:
-        whole(family).save_pretrained(folder / family)
-    return folder
-
-
 @pytest.mark.parametrize("family", MODELS)
-def test_a_split_model(family, checkpoints, tmp_path):
+def test_a_split_model(family, checkpoints, tmp_path):  # noqa: F811
     run_ranks(gpu_ranks(), rank_model, tmp_path, family, checkpoints, backend=BACKEND, seconds=150)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -148,21 +148,21 @@ def test_graph_of_one_rank_without_its_tensor(fake_ranks: str) -> None:
     assert combine(torch.zeros(2, 6, 4), lse, fake_ranks).lse.shape == (2, 2)
 
 
+def calls_in(backend: EagerAndRecordGraphs) -> list[torch.fx.Node]:
+    (graph,) = backend.graphs
+    return [node for node in graph.graph.nodes if node.op == "call_function"]
+
+
 def test_graph_calls_one_op_for_symmetric_memory(fake_ranks: str) -> None:
     """The op is for any number of tokens; its shapes are known without a GPU."""
-    seen = []
-
-    def backend(graph, _):
-        seen.extend(node for node in graph.graph.nodes if node.op == "call_function")
-        return graph
-
+    backend = EagerAndRecordGraphs()
     combine = torch.compile(ops.cp_combine, backend=backend, fullgraph=True, dynamic=True)
     with FakeTensorMode():
         out, lse = (torch.empty(2, 6, *rest, device="cuda") for rest in ((4,), ()))
         found = combine(out.half(), lse, fake_ranks, via="symmetric_memory")
     assert [each.shape for each in found] == [(2, 2, 4), (2, 2)]
     assert [each.dtype for each in found] == [torch.float16, torch.float32]
-    called = [each for each in seen if "dsv4_ops" in str(each.target)]
+    called = [each for each in calls_in(backend) if "dsv4_ops" in str(each.target)]
     assert [each.target for each in called] == [torch.ops.dsv4_ops._combine_ranks.default]
     # groups of any size may have this name, so the key of a compiled graph contains the size
     assert called[0].args[2:] == (fake_ranks, 3, "e")
@@ -170,12 +170,7 @@ def test_graph_calls_one_op_for_symmetric_memory(fake_ranks: str) -> None:
 
 def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> None:
     """Each gather is one op for any number of tokens, also a gather of two tensors."""
-    seen = []
-
-    def backend(graph, _):
-        seen.extend(node for node in graph.graph.nodes if node.op == "call_function")
-        return graph
-
+    backend = EagerAndRecordGraphs()
     via = ContextParallel(group=fake_ranks, world_size=3, via="symmetric_memory").gathers_via
 
     def gather(q, rows, out, lse):
@@ -192,10 +187,10 @@ def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> 
     assert [each.shape for each in found] == [(2, 15, 4), (21,), (15, 2, 4), (15, 2)]
     assert [each.dtype for each in found] == [q.dtype, rows.dtype, out.dtype, lse.dtype]
     assert all(each.is_contiguous() for each in found)
-    called = [each for each in seen if "dsv4_ops" in str(each.target)]
+    called = [each for each in calls_in(backend) if "dsv4_ops" in str(each.target)]
     assert [each.target for each in called] == 3 * [torch.ops.dsv4_ops._gather_ranks.default]
     assert [each.args[1:] for each in called] == [(fake_ranks, 3, dim) for dim in (1, 0, 0)]
-    assert not any("c10d" in str(each.target) for each in seen)
+    assert not any("c10d" in str(each.target) for each in calls_in(backend))
 
 
 def test_one_token_compiles_for_any_number(fake_ranks: str) -> None:
@@ -218,11 +213,7 @@ def test_one_rank_is_the_plain_graph() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD.group_name
-        graphs = []
-
-        def keep(graph, _):
-            graphs.append([node.op for node in graph.graph.nodes])
-            return graph
+        backend = EagerAndRecordGraphs()
 
         def step(x, lse):
             gathered = x * 2
@@ -232,8 +223,9 @@ def test_one_rank_is_the_plain_graph() -> None:
             return [ops.cp_combine(gathered, lse, group, via=via) for via in CPU_WAYS]
 
         x, lse = torch.zeros(2, 3, 4), torch.full((2, 3), NAN)
-        first, second = torch.compile(step, backend=keep, fullgraph=True)(x, lse)
-        assert graphs == [["placeholder", "call_function", "output"]]
+        first, second = torch.compile(step, backend=backend, fullgraph=True)(x, lse)
+        (graph,) = backend.graphs
+        assert [node.op for node in graph.graph.nodes] == ["placeholder", "call_function", "output"]
         assert first.out is second.out
         assert second.lse is lse
     finally:

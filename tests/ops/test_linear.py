@@ -6,10 +6,9 @@ from hypothesis import given
 
 import dsv4_ops as ops
 from dsv4_ops import testing
-from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
-from dsv4_ops.testing.contract.compare import assert_agrees
 from dsv4_ops.testing.float64.linear import fp8_weight
+from tests.helpers import assert_right
 from tests.ops.test_contract import patterns
 from tests.oracles import kv as oracles
 from tests.support.sampled import sampled
@@ -83,9 +82,7 @@ def test_norm_quantisation_and_product_compile_to_one_graph():
     assert "torch.ops.dsv4_ops" not in "".join(
         line for line in code.splitlines() if not line.strip().startswith("#")
     )
-    case = testing.Case("fused", (normed, weight, scale), {**W8A8})
-    expected = case.run(OPS["fp8_linear"].reference)
-    assert_agrees("fused", testing.op_testing("fp8_linear"), case, (product,), expected)
+    assert_right("fp8_linear", testing.Case("fused", (normed, weight, scale), W8A8), (product,))
 
 
 W8A8 = testing.op_testing("fp8_linear").settings[1]

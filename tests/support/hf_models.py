@@ -22,6 +22,15 @@ from tests.support import forked
 LENGTH, REQUESTS = 290, 3  # longer than the window and two windows of 128
 
 
+@pytest.fixture(scope="module")
+def checkpoints(request, tmp_path_factory):
+    """Save the models that ``whole`` of the test's file makes, each in a folder of its name."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for family in request.module.MODELS:
+        request.module.whole(family).save_pretrained(folder / family)
+    return folder
+
+
 @lru_cache
 def text() -> Tensor:
     """Return the tokens of every request."""

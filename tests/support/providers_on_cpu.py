@@ -8,11 +8,9 @@ import torch
 import torch._inductor.config
 
 import dsv4_ops as ops
-from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS, REFERENCE
 from dsv4_ops.dispatch import choice, libraries, providers
 from dsv4_ops.kernels.external import flash_mla as adapter
-from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.fakes import flash_mla as fake_flash_mla
 from tests.fakes.deep_gemm import FakeDeepGemm
 from tests.support import attention_batches as batches
@@ -39,6 +37,22 @@ CASES = {
 
 def call(name: str, case, **settings):
     return getattr(ops, name)(*case.tensors, **{**case.settings, **settings})
+
+
+def present_in(case) -> list[int]:
+    return [place for place, tensor in enumerate(case.tensors) if tensor is not None]
+
+
+def run_of(name: str, case, present: list[int], **settings):
+    """Return the call as a function of the tensors at the places ``present``."""
+
+    def run(*tensors):
+        given = list(case.tensors)
+        for place, tensor in zip(present, tensors, strict=True):
+            given[place] = tensor
+        return tuple(getattr(ops, name)(*given, **{**case.settings, **settings}))
+
+    return run
 
 
 def message(error: type[Exception], name: str, case, **settings) -> str:
@@ -83,20 +97,11 @@ def flash_mla(on_cpu, monkeypatch):
     torch._dynamo.reset()
 
 
-def check(name: str, case, actual, what: str = "flash_mla") -> None:
-    expected = case.run(OPS[name].reference)
-    assert_agrees(f"{name}, {what}", testing.op_testing(name), case, actual, expected)
-
-
 def plan_of(case, **changed) -> providers.FlashMlaPlan:
     q, _, swa, _, _, extra = case.tensors[:6]
-    sizes = {"num_heads": q.shape[1], "swa_width": swa.shape[1], "extra_width": extra.shape[1]}
+    width = 0 if extra is None else extra.shape[1]
+    sizes = {"num_heads": q.shape[1], "swa_width": swa.shape[1], "extra_width": width}
     return providers.flash_mla_plan(q.shape[0], **{**sizes, "device": "cpu", **changed})
-
-
-def planned(case, plan):
-    settings = {**case.settings, "impl": "flash_mla", "flash_mla_plan": plan}
-    return ops.sparse_mla_decode(*case.tensors, **settings)
 
 
 MODULE = """

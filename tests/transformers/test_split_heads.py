@@ -21,7 +21,7 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import head_plan, small_dsa_model, small_mla_model, small_model
 from tests.helpers import NIGHTLY, nightly
-from tests.support.hf_models import Engine, padded_to
+from tests.support.hf_models import Engine, checkpoints, padded_to  # noqa: F401  # a fixture
 from tests.support.ranks import run_ranks
 from tests.support.selected_rows import SelectedRows
 from tests.transformers.test_deepseek_v32 import logits_of
@@ -154,16 +154,8 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
         patched(model, parallel=ContextParallel.of(own))
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for family in MODELS:
-        whole(family).save_pretrained(folder / family)
-    return folder
-
-
 @pytest.mark.nightly("test_tensor_parallel.py runs the plan of Hugging Face on two ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*nightly("the same of V4", "v3"), "v4", "v32", "glm"])
-def test_heads_of_two_ranks(family, checkpoints, tmp_path):
+def test_heads_of_two_ranks(family, checkpoints, tmp_path):  # noqa: F811
     run_ranks(2, rank_splits, tmp_path, family, checkpoints, seconds=120)
