@@ -1,5 +1,5 @@
-"""Benchmark a start: the times of a model's first steps on the device, of its first steps of other
-sizes, or of the first texts of ``generate``.
+"""Benchmark how a process starts: the times of a model's first steps, and then of steps of other
+sizes; or the times of the first calls of ``generate``.
 
 Layers have the sizes of DeepSeek-V4-Flash in the released precision. Every start is a process. The
 cold start begins with empty folders of compiled code, and fills them for the warm starts.

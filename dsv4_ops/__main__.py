@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:  # argparse would print the usage of dsv4-ops without the command
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "list":
         return _list(options.markdown, options.json)
     if options.command == "show":
@@ -93,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[90],
         help="compute capabilities, such as 80,90 (default: 90)",
     )
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -145,7 +149,8 @@ def _checkpoint(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from dsv4_ops.cli import serve
 
-    settings = {name: value for name, value in vars(options).items() if name != "command"}
+    settings = {**vars(options)}
+    del settings["command"], settings["parser"]
 
     def named(error: Exception) -> str:
         """Spell the options in an error message as on the command line."""

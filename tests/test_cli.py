@@ -110,12 +110,14 @@ def test_show_of_an_unknown_op_names_close_ones(capsys):
     assert "Did you mean" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["no_such_command"], ["show"]])
+@pytest.mark.parametrize("arguments", ["", "no_such_command", "show", "list --bogus"])
 def test_bad_usage_exits_with_2(capsys, arguments):
+    """The usage is that of the command."""
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
+        main(arguments.split())
     assert stop.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    command = arguments if arguments == "show" else "list" * arguments.startswith("list")
+    assert f"usage: dsv4-ops {command}" in capsys.readouterr().err
 
 
 def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):

@@ -81,8 +81,8 @@ def _attend(call: reference.Decode, running: reference.Running, num_rows: int) -
 def _attend_in_loop(
     call: reference.Decode, running: reference.Running, num_rows: int
 ) -> reference.Running:
-    """Attend to as many keys per iteration as the reference, up to the last key of the longest
-    token.
+    """Loop over the keys, as many per iteration as in the reference, until the token with the most
+    keys has attended to all of its keys.
 
     Memory does not depend on the block table's width, and time depends only on the existing
     keys."""

@@ -287,7 +287,7 @@ def attend_in_chunks(call: Decode, running: Running, num_rows: int) -> Running:
     """Update ``running`` with all keys, chunk by chunk, so that memory does not grow with the
     number of keys.
 
-    An eager call on a CPU stops after the last key of the longest token."""
+    An eager call on a CPU stops when the token with the most keys has attended to all of them."""
     if runs_on_cpu(call.seq_lens) and call.seq_lens.shape[0] > 0:
         longest = max(int(call.seq_lens.max()), 0)
         num_rows = min(num_rows, round_up(longest, KEYS_AT_A_TIME))

@@ -201,9 +201,9 @@ def test_layouts_that_flash_mla_does_not_read_are_refused(on_cpu):
     )
 
 
-def test_rows_and_keys_that_a_copy_is_of():
-    """The copy has the window keys of the tokens, a window before each request, and the compressed
-    rows of the tables."""
+def test_size_of_a_copy():
+    """The copy has a window key per token, the ``window_size - 1`` keys before each request's first
+    token, and all compressed rows in the block tables."""
     case = wide(prefill_case(0, 40, 64, "C4", **SMALL), 2, 100, 3)
     values = values_of(case)
     assert prefill.prefilled(values) == 140

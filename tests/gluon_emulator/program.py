@@ -2,8 +2,8 @@
 memory, and matrix products that are computed when a partition waits for them.
 
 Partitions run one at a time, so a seed determines the schedule. The emulator also finds errors that
-happen in other schedules only: every partition has a vector clock, which barriers pass on, and the
-clocks must order each access to shared memory with all conflicting accesses to the same bytes.
+this schedule does not show. Every partition has a vector clock, and barriers pass clocks on. If two
+accesses to the same bytes of shared memory conflict, the clocks must order them.
 """
 
 from __future__ import annotations

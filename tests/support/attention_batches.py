@@ -273,7 +273,8 @@ def agrees_when_sampled(name: str, part: int, *, precise: bool = False) -> None:
 
 @contextmanager
 def no_host_sync(sought: bool = True) -> Iterator[None]:
-    """Synchronise; then, if ``sought``, calls that wait for the device raise."""
+    """Synchronise, and then, if ``sought``, raise an error in each call that waits for the
+    device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error" if sought else "default")
     try:

@@ -68,8 +68,8 @@ W4A8 = {**W4A16, "activations": "fp8"}
 def _fp4_case() -> tuple[Tensor, ...]:
     """Make two experts with 32 gate and 32 up rows for 64 inputs. Every second input is 1.
 
-    The gate and up values of the first expert are 16 / 16 + 16 / 8 = 3 and -2; those of the second
-    expert are 32 and -32.
+    The first expert's gate value is 3 (16 / 16 + 16 / 8), and its up value is -2. The second
+    expert's values are 32 and -32.
     """
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     x[:, ::2] = 1

@@ -140,7 +140,8 @@ def test_a_program_joins_several_tokens(name, what, monkeypatch):
 
 @each_decode
 def test_pieces_that_are_none_write_nothing(name):
-    """A plan row is wrong in one of its numbers; its token has no other row."""
+    """A wrong plan row has one invalid number. Its token has no valid row, so the call writes
+    nothing for this token."""
     good = [[0, 0, 1, 0], [1, 0, 2, 4], [1, 1, 2, 4]]
     wrong = [[token, 0, count, 0] for token in (-1, 3, INT32_MAX, INT32_MIN) for count in (1, 2)]
     wrong += [[2, split, 2, 0] for split in (-1, 2, INT32_MAX, INT32_MIN)]
