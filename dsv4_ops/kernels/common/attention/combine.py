@@ -134,17 +134,18 @@ def combine_splits_kernel(
     if HAS_PLAN:
         lane = tl.arange(0, GROUP)
         rows = tl.program_id(0) + lane * tl.num_programs(0)
-        offset = plan + rows.to(tl.int64) * plan_stride + 2 * plan_column_stride
-        has_splits = tl.load(offset, mask=rows < num_rows, other=1) > 1
+        row_split = plan + rows.to(tl.int64) * plan_stride + plan_column_stride
+        is_first = tl.load(row_split, mask=rows < num_rows, other=1) == 0
+        row_count = tl.load(row_split + plan_column_stride, mask=rows < num_rows, other=1)
+        has_splits = is_first & (row_count > 1)
         member = tl.min(tl.where(has_splits, lane, GROUP), 0)
         while member < GROUP:
             row = tl.program_id(0) + member * tl.num_programs(0)
             plan_row = plan + row.to(tl.int64) * plan_stride
             token = tl.load(plan_row).to(tl.int64)
-            split = tl.load(plan_row + plan_column_stride)
             count = tl.load(plan_row + 2 * plan_column_stride)
             first_split = tl.load(plan_row + 3 * plan_column_stride).to(tl.int64)
-            valid = (token >= 0) & (token < num_tokens) & (split == 0)
+            valid = (token >= 0) & (token < num_tokens)
             valid &= (first_split >= 0) & (first_split <= capacity - count)
             if valid:
                 _combine_in_steps(tensors, token, first_split, count, head, num_heads, FLAGS, STEPS)
