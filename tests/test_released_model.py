@@ -113,8 +113,7 @@ def rank_parts(rank, folder):
         module.FUSED_ON = ("cpu",)
     for settings in PLANS:
         model = released_model(SPLIT, device="cpu", distributed=split_over(2, **settings))
-        own = model.state_dict().items()
-        parts = {name: each for name, each in own if each.is_floating_point()}
+        parts = model.state_dict()
         shared = [name for name, each in parts.items() if hasattr(each, "to_local")]
         for name in shared:
             (place,), tensor = parts[name].placements, state[name].view(torch.uint8)

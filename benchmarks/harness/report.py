@@ -57,7 +57,7 @@ def stamp(device: torch.device, command: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "dsv4_ops": __version__,
         "commit": _commit(),
-        "sources": source_hash(),
+        "sources": source_hash(""),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,
     }

@@ -1,6 +1,7 @@
 """Parts of steps with symbolic sizes, which the next process loads from a folder."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from dsv4_ops.integrations.transformers.steps import compiled as compiled_steps
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
 from dsv4_ops.testing.models import SLIDING, small_dsa_model, small_mla_model, small_model
 from tests.helpers import nightly
-from tests.support.hf_models import Engine, new_cache, text
+from tests.support.hf_models import LENGTH, Engine, expected, new_cache, text
 
 SIZES = {
     prefill_step: ({0: 9, 1: 3}, {2: 1}, {2: 70}, {0: 1, 1: 5, 2: 2}),
@@ -112,6 +113,32 @@ def test_a_whole_step_is_one_part_for_all_sizes(folder, step):
         model = patched("v4", routed_scaling_factor=factor)
         assert ran(model, step, mode="whole") == (graphs, ["step"])
         assert len(files(folder)) == count
+
+
+def test_200_ragged_steps_compile_each_kind_once(folder):
+    """Prefills and decodes alternate, with all kinds of layers, all sizes and padding requests."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, rng, count = v4.patch(small_model(), kv="fp32", precision="reference"), Random(2), 0
+    made = [
+        v4.compile_step(model, step, dynamic=True, mode="regional", backend="eager")
+        for step in SIZES
+    ]
+    prefill, decode = (lambda _, *call, step=step: step(*call) for step in made)
+    while count < 200:
+        engine = Engine(model, new_cache(model), text())
+        while min(engine.done) < LENGTH and count < 200:
+            left = {each: LENGTH - done for each, done in enumerate(engine.done) if done < LENGTH}
+            chosen = rng.sample(sorted(left), rng.randint(1, len(left)))
+            counts = {each: min(rng.choice((1, 1, 2, 9, 40)), left[each]) for each in chosen}
+            counts = dict(sorted(counts.items(), key=lambda item: item[1]))
+            run, step = rng.choice(((engine.prefill, prefill), (engine.decode, decode)))
+            run(counts, padding=rng.randrange(3), step=step)
+            count += 1
+        assert engine.worst(expected()) < 1e-4
+    graphs = counters["stats"]["unique_graphs"]
+    prefills, decodes = (len(step.parts) for step in made)
+    assert graphs == len(files(folder)) == prefills + decodes - 1  # both have the same head
 
 
 def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):

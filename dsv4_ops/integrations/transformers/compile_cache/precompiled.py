@@ -32,6 +32,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -413,8 +414,13 @@ def state(device: torch.device) -> tuple[Any, ...]:
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.cudnn.allow_tf32,
-        torch.get_num_threads() if device.type == "cpu" else None,
+        torch.get_num_threads() if device.type == "cpu" else _gpu(device),
     )
+
+
+@functools.cache
+def _gpu(device: torch.device) -> tuple[Any, ...]:
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
 
 def environment(settings: Mapping[str, Any]) -> str:
@@ -443,7 +449,9 @@ def versions() -> list[str]:
     """Return a digest of this package's sources, the versions of other software, and the device."""
     import transformers
 
-    found = [torch.__version__, transformers.__version__, sys.version, platform.machine()]
+    triton = importlib.util.find_spec("triton") and importlib.import_module("triton").__version__
+    found = [torch.__version__, transformers.__version__, str(triton)]
+    found += [sys.version, platform.machine()]
     found += [str(torch.version.cuda), str(torch.version.hip)]
     found += [torch.backends.cpu.get_cpu_capability(), source_hash("")]
     if torch.cuda.is_available():

@@ -139,7 +139,7 @@ class KeptStep:
                 self._batch.query_start_loc[len(ends) :] = ends[-1:]
         # compare here, not in ``begin``: Hugging Face changes the configuration while it decodes
         begins, self._begins = self._begins and self._calls > 0, False
-        if begins and (self._form is None or self._form != self._found()):
+        if begins and self._has_changed():
             self._replay, self._calls = None, 0
         if self._replay is None and self._calls == WARM_CALLS:
             self._form = self._found()
@@ -154,19 +154,33 @@ class KeptStep:
         assert self._logits is not None
         return self._logits
 
-    def _capture(self) -> None:
+    def _has_changed(self) -> bool:
+        """Whether the model has changed, on any rank, since the step ran."""
+        changed = self._form is None or self._form != self._found()
+        return self._on_any_rank(changed)
+
+    def _on_any_rank(self, condition: bool) -> bool:
         ranks, device = self._ranks, self._cache.device
+        if ranks is not None and ranks.differing(device, condition=condition):
+            return True
+        return condition
+
+    def _capture(self) -> None:
+        """Capture the step. If a rank cannot, no rank has a graph: a decode of ``generate`` runs
+        without a graph from now on, and other steps raise ``NoGraph``. Without other ranks,
+        ``generate`` raises the error of the capture."""
+        found: Exception | None = None
         try:
             self._replay = captured(self._run, self._pool)
         except Exception as error:
-            if ranks is not None:
-                ranks.differing(device, captured=False)
-            if self._any_rows or ranks is not None:
-                raise NoGraph(f"{type(error).__name__}: {error}") from error
-            raise
-        if ranks is not None and ranks.differing(device, captured=True):
-            self._replay = None
-            raise NoGraph("another rank could not capture the step")
+            if self._ranks is None and not self._any_rows:
+                raise
+            found = error.with_traceback(None)  # its frames would hold the memory of the capture
+        if not self._on_any_rank(found is not None):
+            return
+        self._replay = None
+        if self._any_rows or "query_start_loc" in self._inputs:
+            raise NoGraph(f"{type(found).__name__}: {found}" if found else "another rank failed")
 
     def _run(self) -> None:
         self._logits = self._step(self._batch, self._cache, **self._options)
