@@ -53,7 +53,9 @@ def svg(found: dict[str, dict[int, float]]) -> str:
     out = [f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" fill="#ffffff"/>']
     text = '<text x="{:.1f}" y="{:.1f}" font-size="{}" text-anchor="{}" fill="#1f2933">{}</text>'
     out.append(text.format(24, 32, 17, "start", "DeepSeek-V4-Flash: milliseconds per token"))
-    out.append(text.format(24, 52, 13, "start", "by requests; ours with contexts of 4k; lower is better"))
+    out.append(
+        text.format(24, 52, 13, "start", "by requests; ours with contexts of 4k; lower is better")
+    )
     for ms in range(0, most + 1, step):
         y = y_of(ms)
         out.append(f'<path d="M{LEFT} {y:.1f} H{WIDTH - RIGHT}" stroke="#e4e7eb" fill="none"/>')

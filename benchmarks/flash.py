@@ -162,7 +162,7 @@ class FlashRanks(Ranks):
                 self.prefills(model)
 
     def generate(self, model: Any) -> None:
-        """Time ``generate`` after the longest prompt; the third call captures the prefill."""
+        """Time ``generate`` after the longest prompt. The third prefill of a size is captured."""
         prompt, new = max(self.options.prefills), self.options.generate
         ids = torch.arange(prompt, device=self.device)[None] % 250 + 3
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -226,9 +226,24 @@ def rank_generates(rank, folder):
         with monkeypatch.context() as eager_prefills:  # on a CPU these compare shapes
             eager_prefills.setattr(kept, "MOST_TOKENS", 0)
             assert list(numbers_of_captures(2)) == [3, 3]
+        with pytest.raises(ValueError, match=r"^generate: call must be the same max_cache_len on"):
+            model.generate(
+                prompt,
+                compile_config=graphs.CONFIG,
+                **settings | {"max_length": 30 + rank, "max_new_tokens": None},
+            )
         if rank:
             v4.empty_cache(model)
-        before = kept.captured
+        before, make, makes = kept.captured, kept._cache, []
+
+        def short(model, *sizes):
+            makes.append(sizes)
+            cache = make(model, *sizes)
+            if rank and len(makes) == 1:
+                raise torch.OutOfMemoryError
+            return cache
+
+        monkeypatch.setattr(kept, "_cache", short)
 
         def lacking(run, pool):
             replay = before(run, pool)  # a simulated capture sends to the other rank
@@ -238,6 +253,7 @@ def rank_generates(rank, folder):
 
         monkeypatch.setattr(kept, "captured", lacking)
         assert list(numbers_of_captures(4)) == [4, 4, 5, 5]  # in vain
+        assert [each[:2] for each in makes] == [(2, 128), (2, 26)]
         [only] = getattr(model, kept.STEPS).kept._caches
         assert only.prefill is None
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -310,36 +309,48 @@ class KeptCaches:
             found = min(fit, key=lambda each: each.nbytes, default=None)
             if found is not None:
                 self._caches.remove(found)
-        ranks = spec_of("generate", model).parallel
-        number = None if found is None else found.number
-        if ranks is not None and ranks.differing(model.device, number=number):
+        del fit  # a new cache may need the memory
+        if self._differs(model, found, sizes):
             found = None
         if found is not None:
             found.reset()
             return found
         with self._lock:
             self._made += 1
-        cache = self._new(model, sizes, ranks)
-        prefill = EagerStep(model, prefill_step)
+        cache, prefill = self._new(model, sizes), EagerStep(model, prefill_step)
         return KeptCache(cache, made_for, self._epoch, prefill, self._made)
 
-    def _new(
-        self, model: Any, sizes: tuple[int, int, int], ranks: ContextParallel | None
-    ) -> PagedCache:
-        """Make a cache that later calls can use too; if memory is short, free the kept caches and
-        make a cache of these sizes."""
+    def _differs(self, model: Any, found: KeptCache | None, sizes: tuple[int, int, int]) -> bool:
+        """Whether ranks have found different caches. Raise if their calls need different sizes."""
+        ranks = spec_of("generate", model).parallel
+        if ranks is None:
+            return False
+        asked = dict(zip(("batch size", "max_cache_len", "max_chunk"), sizes, strict=True))
+        number = None if found is None else found.number
+        differing = ranks.differing(model.device, number=number, **asked)
+        if not asked.keys().isdisjoint(differing):
+            ranks.agree("generate", "call", model.device, **asked)
+        return bool(differing)
+
+    def _new(self, model: Any, sizes: tuple[int, int, int]) -> PagedCache:
+        """Make a cache that later calls can use too. If memory is short on any rank, free the kept
+        caches and make a cache of exactly these sizes."""
         rows, length, chunk = sizes
+        ranks = spec_of("generate", model).parallel
         longest = rounded(length, spec_of("generate", model).block_tokens)
-        cache: PagedCache | None = None
-        with suppress(torch.OutOfMemoryError):
-            cache = _cache(model, rows, longest, max(chunk, min(LEAST_CHUNK, longest)))
-        failed = cache is None
-        if failed or (ranks is not None and ranks.differing(model.device, failed=failed)):
+        error = torch.OutOfMemoryError("another rank is out of memory")
+        for tried in ((rows, longest, max(chunk, min(LEAST_CHUNK, longest))), sizes):
+            cache: PagedCache | None = None
+            try:
+                cache = _cache(model, *tried)
+            except torch.OutOfMemoryError as found:
+                error = found.with_traceback(None)  # its frames would hold memory
+            differs = ranks is not None and ranks.differing(model.device, failed=cache is None)
+            if cache is not None and not differs:
+                return cache
             del cache
             self.clear()
-            return _cache(model, *sizes)
-        assert cache is not None
-        return cache
+        raise error
 
     def give_back(self, cache: KeptCache) -> None:
         """Keep a cache that a call took. Drop the caches that this cache can replace, and the
