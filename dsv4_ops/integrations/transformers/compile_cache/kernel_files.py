@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -150,7 +151,7 @@ def _of_triton() -> Iterator[tuple[str, bytes]]:
 def replacing(path: Path, level: int) -> Iterator[Path]:
     """Yield a path for a new file that then replaces ``path`` as a whole. If the disk is full or
     read-only, log the error and go on: this process does without the file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         yield partial
         partial.replace(path)
