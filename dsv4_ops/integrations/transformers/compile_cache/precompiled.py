@@ -414,7 +414,8 @@ def state(device: torch.device) -> tuple[Any, ...]:
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.cudnn.allow_tf32,
-        torch.get_num_threads() if device.type == "cpu" else _gpu(device),
+        torch.get_num_threads() if device.type == "cpu" else None,
+        _gpu(device) if device.type == "cuda" else None,
     )
 
 
