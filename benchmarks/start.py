@@ -51,18 +51,22 @@ class StartRow:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--layers", type=size, help="default: 20; 5 on a CPU")
-    add("--prefills", type=sizes, default=(1000, 517, 1), help="tokens; default: 1000,517,1")
-    add("--batches", type=sizes, default=(8, 1, 2, 32), help="requests; default: 8,1,2,32")
+    add("--layers", type=size, help="default: 20; 3 on a CPU")
+    add("--prefills", type=sizes, help="tokens; default: 1000,517,1; 48,17,1 on a CPU")
+    add("--batches", type=sizes, help="requests; default: 8,1,2,32; 2,1 on a CPU")
     add("--warm", type=bounded_int(0), default=1, metavar="N", help="starts; default: %(default)s")
     add("--generate", type=size, metavar="N", help="call generate for N tokens, in place of steps")
-    add("--backend", default="inductor", help="of torch.compile; default: %(default)s")
+    add("--backend", help="of torch.compile; default: inductor; aot_eager on a CPU")
     add("--child", metavar="NAME", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> None:
     device = chosen_device(options)
-    options.layers = options.layers or (20 if device.type == "cuda" else 5)
+    small = device.type == "cpu"
+    options.layers = options.layers or (3 if small else 20)
+    options.prefills = options.prefills or ((48, 17, 1) if small else (1000, 517, 1))
+    options.batches = options.batches or ((2, 1) if small else (8, 1, 2, 32))
+    options.backend = options.backend or ("aot_eager" if small else "inductor")
     if options.child:
         for row in _phases(options, device):
             print(json.dumps(asdict(row)), flush=True)
@@ -72,7 +76,8 @@ def run(options: argparse.Namespace) -> None:
         environment = os.environ | dict.fromkeys(_FOLDERS, folder)
         for number in range(1 + options.warm):
             _follow(options, f"warm {number}" if number else "cold", environment, output)
-    output.finish(f"Starts of {options.layers} layers of Flash's sizes", *_NOTES)
+    kind = "small layers" if small else "layers of Flash's sizes"
+    output.finish(f"Starts of {options.layers} {kind}", *_NOTES)
 
 
 def _follow(

@@ -112,7 +112,6 @@ def test_show_of_an_unknown_op_names_close_ones(capsys):
 
 @pytest.mark.parametrize("arguments", ["", "no_such_command", "show", "list --bogus"])
 def test_bad_usage_exits_with_2(capsys, arguments):
-    """The usage is that of the command."""
     with pytest.raises(SystemExit) as stop:
         main(arguments.split())
     assert stop.value.code == 2

@@ -226,12 +226,12 @@ def rank_generates(rank, folder):
         with monkeypatch.context() as eager_prefills:  # on a CPU these compare shapes
             eager_prefills.setattr(kept, "MOST_TOKENS", 0)
             assert list(numbers_of_captures(2)) == [3, 3]
+        for given, name in (({"do_sample": True}, "random state"), ({}, "prompts")):
+            torch.manual_seed(rank)
+            with pytest.raises(ValueError, match=f"^generate: call must be the same {name} on"):
+                model.generate(prompt + rank * (not given), **settings | given)
         with pytest.raises(ValueError, match=r"^generate: call must be the same max_cache_len on"):
-            model.generate(
-                prompt,
-                compile_config=graphs.CONFIG,
-                **settings | {"max_length": 30 + rank, "max_new_tokens": None},
-            )
+            model.generate(prompt, **settings | {"max_new_tokens": 6 + rank})
         if rank:
             v4.empty_cache(model)
         before, make, makes = kept.captured, kept._cache, []
@@ -266,7 +266,7 @@ def test_ranks_keep_graphs(tmp_path):
 def rank_refuses(rank, model):
     with pytest.raises(ValueError, match=r"^PagedCache: cache must be the same max_cache_len on"):
         cache_of(model, max_cache_len=LENGTH + rank)
-    with pytest.raises(ValueError, match=r"^patch: model must be the same spec on all ranks"):
+    with pytest.raises(ValueError, match=r"^patch: model must be the same interleave on all"):
         patched(interleave=2**rank)
     cache = cache_of(model)
     cache.add("a", 10)

@@ -120,10 +120,8 @@ def test_200_ragged_steps_compile_each_kind_once(folder):
     torch._dynamo.reset()
     counters.clear()
     model, rng, count = v4.patch(small_model(), kv="fp32", precision="reference"), Random(2), 0
-    made = [
-        v4.compile_step(model, step, dynamic=True, mode="regional", backend="eager")
-        for step in SIZES
-    ]
+    settings = {"dynamic": True, "mode": "regional", "backend": "eager"}
+    made = [v4.compile_step(model, step, **settings) for step in SIZES]
     prefill, decode = (lambda _, *call, step=step: step(*call) for step in made)
     while count < 200:
         engine = Engine(model, new_cache(model), text())

@@ -140,7 +140,9 @@ def patch(
     spec = spec.of_model(model)
     spec.check_model("patch", model)
     if spec.parallel is not None:
-        spec.parallel.agree("patch", "model", model.device, spec=spec)
+        ranks = spec.parallel
+        given = {"kv": kv, "precision": precision, "interleave": ranks.interleave, "via": ranks.via}
+        ranks.agree("patch", "model", model.device, **given, spec=spec)
     spec = spec.scheduled(next(model.parameters()).device)
     rewrites = forwards.rewrites(model, spec, score)
     rewrite.check("patch", model, rewrites)

@@ -29,6 +29,7 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
     check_continues,
     check_kinds,
     check_prompts,
+    check_ranks,
     first_column,
     inferred_mask,
     remember,
@@ -105,6 +106,7 @@ def generate(before: Method) -> Method:
             check_call(self, num_drafts, arguments)
         check_kinds(self, arguments)
         check_prompts(arguments)
+        check_ranks(self, arguments)
         if num_drafts is not None:
             call.num_drafts = num_drafts
             arguments["custom_generate"] = DraftDecoding(num_drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -121,6 +122,28 @@ def check_prompts(arguments: dict[str, Any]) -> None:
         )
     if covers:
         arguments[MASK] = mask.expand(batch, columns)
+
+
+def check_ranks(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise on all ranks that share a cache if their prompts differ, or their random states in a
+    call that samples: each rank computes a part of every token, so the texts would be wrong."""
+    ranks = model.dsv4_ops_spec.parallel
+    if ranks is None:
+        return
+    state = None
+    if setting(model, arguments, "do_sample"):
+        on_gpu = model.device.type == "cuda"
+        state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
+    prompts = [_digest(arguments.get(name)) for name in _PROMPTS]
+    values = {MASK: _digest(arguments.get(MASK)), "random state": _digest(state)}
+    ranks.agree(_OP, "call", model.device, prompts=prompts, **values)
+
+
+def _digest(tensor: Any) -> str | None:
+    if not isinstance(tensor, Tensor):
+        return None
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:12]
 
 
 def whole_mask(
