@@ -228,14 +228,15 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
         dtypes = (torch.float8_e8m0fnu, torch.uint8, torch.float32)
         shape = (*lead, -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK))
         whole = columns % WEIGHT_BLOCK == 0
-        may_end = weight in QUANTIZED_LINEAR and not is_split(of_ranks)
+        is_part = is_split(of_ranks)
+        may_end = weight in QUANTIZED_LINEAR and not is_part
         if not whole or (rows % WEIGHT_BLOCK and not may_end):
             raise argument_error(
                 op,
                 name,
-                must=f"have whole blocks of {WEIGHT_BLOCK}",
+                must=f"have whole blocks of {WEIGHT_BLOCK}" + " on each rank" * is_part,
                 got=list(codes.shape),
-                do=_OTHER,
+                do="Split it over fewer ranks, or leave it whole" if is_part else _OTHER,
                 kind=NotImplementedError,
             )
     from_file = getattr(of_ranks, "_is_hf_initialized", False)
