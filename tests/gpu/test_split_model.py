@@ -3,7 +3,10 @@ and tokens of Hugging Face's model: compiled, captured and replayed. A model tha
 GPU has one package for all GPUs."""
 
 import os
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.generation import kept
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import head_plan, small_dsa_model
 from dsv4_ops.testing.stored_rows import differences
@@ -100,8 +104,8 @@ def check(engine, want, what, one=None):
         print(f"{what}: error {error:.1e} of {scale:.1e}", flush=True)
     assert error < CLOSE * scale, what
     equal = 0
-    for request, kept in enumerate(engine.logits):
-        for place, logits in kept.items():
+    for request, places in enumerate(engine.logits):
+        for place, logits in places.items():
             best = want[request, place].topk(2).values
             if best[0] - best[1] > 2 * error:
                 assert logits.cpu().argmax() == want[request, place].argmax(), (what, request)
@@ -124,6 +128,34 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
     one = started(patched(whole(family).to(DEVICE)), COUNTS).cache if family == "v4" else None
     check(started(model, COUNTS), want, f"{family} eager", one)
     check(started(model, COUNTS, one_graph()), want, f"{family} captured", one)
+    if family in ("v32", "glm"):
+        generates(rank, model, family)
+
+
+def generates(rank: int, model: Any, family: str) -> None:
+    """``generate`` returns the tokens of Hugging Face's model: compiled, from graphs, after a
+    change of one rank's weights, and if one rank cannot capture."""
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt, capture, made = text()[:, : min(LENGTHS)], kept.captured, []
+    want = whole(family).generate(prompt, **settings)
+
+    def captured(run, pool=None):
+        replay = capture(run, pool)
+        made.append(replay)
+        if rank and change == "fails":
+            raise RuntimeError("a capture that fails")
+        return replay
+
+    with mock.patch.object(kept, "captured", captured):
+        for change in ("", "", "", "", "weights", "", "fails", ""):
+            if rank and change:
+                model.lm_head.weight.data = model.lm_head.weight.data.clone()
+            began = time.time()
+            got = model.generate(prompt.to(DEVICE), **settings).cpu()
+            if rank == 0:
+                print(f"{family}: {len(made)} graphs, {time.time() - began:.2f} s", flush=True)
+            assert torch.equal(got, want)
+    assert len(made) > 2 or DEVICE == "cpu"
 
 
 @torch.no_grad()

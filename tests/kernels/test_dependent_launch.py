@@ -13,16 +13,13 @@ from dsv4_ops import kernels as package
 from dsv4_ops.cli import kernels
 from dsv4_ops.core.torch_compat import FakeTensorMode
 from dsv4_ops.kernels import launcher
-from dsv4_ops.kernels.context_parallel.combine_kernel import merge_ranks
 from dsv4_ops.kernels.experts.plan import expert_counts_kernel
+from dsv4_ops.kernels.external.sanitize import finish_heads_kernel
 from tests.helpers import nightly
 from tests.support.hopper import hopper  # noqa: F401  # a fixture
 
-BETWEEN_RANKS = {"gather_ranks", "merge_ranks"}
-"""Kernels whose programs wait for other GPUs: meanwhile no other kernel may occupy an SM."""
-
-LATE = BETWEEN_RANKS | {"finish_heads_kernel"}
-"""The last kernel follows FlashMLA's combine, which may end before the kernel that precedes it."""
+LATE = {"finish_heads_kernel"}
+"""This kernel follows FlashMLA's combine, which may end before the kernel that precedes it."""
 
 WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 MEMORY = re.compile(r"\b(?:ld|st|atom|red|prefetch)[\w.:]*\.global|\bcp\.\w|\bgriddepcontrol\.\w+")
@@ -91,7 +88,7 @@ def test_launches_ask_for_it_on_hopper_if_the_kernel_waits(monkeypatch):
     for launch in (launcher.EAGER, launcher.TRACED):
         launch(Kernel(expert_counts_kernel))[1,](2, there)
         launch(Kernel(expert_counts_kernel))[1,](here)
-        launch(Kernel(merge_ranks))[1,](there)
+        launch(Kernel(finish_heads_kernel))[1,](there)
     assert asked == 2 * [True, None, None]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     launcher.EAGER(Kernel(expert_counts_kernel))[1,](there)

@@ -81,6 +81,15 @@ def test_later_calls_capture_nothing(model, captures):
     assert len(caches(model)) == 1
 
 
+def test_similar_numbers_of_texts_share_a_graph(model, captures):
+    """9 texts run as 10, and 17 to 19 as 20; up to 8 run alone."""
+    texts = torch.arange(140).reshape(20, 7)
+    for count, graphs_made in ((10, 1), (9, 1), (17, 2), (20, 2), (19, 2), (8, 3), (7, 4)):
+        check(model, texts[:count])
+        assert len(captures) == graphs_made
+    assert [each.sizes[0] for each in caches(model)] == [20]
+
+
 def test_graphs_follow_the_weights(model, captures):
     """New values need no capture; copies that ``patch`` made, and other addresses, need one."""
     first = check(model)

@@ -9,6 +9,7 @@ receives. ``exchange`` says why no rank reads too early or overwrites unread dat
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.context_parallel.exchange import (
     TILE,
     await_flags,
@@ -31,6 +32,7 @@ def merge_ranks(
     TILE_ROWS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Exchange and merge tiles. NATURAL: log-sum-exps are in base e; otherwise in base 2."""
+    wait_for_previous_kernel()
     program = tl.program_id(0)
     element = out.dtype.element_ty
     lane = tl.arange(0, TILE_ROWS)

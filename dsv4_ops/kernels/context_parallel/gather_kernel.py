@@ -10,6 +10,7 @@ A part is [rows, inner] integers; a result is [rows, WORLD, inner].
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.context_parallel.exchange import (
     await_flags,
     buffer_address,
@@ -28,6 +29,7 @@ def gather_ranks(
 ):  # fmt: skip
     """Exchange tiles of ``first``, then of ``second`` if PAIR. FIRST_BYTES and SECOND_BYTES are the
     bytes of an integer in each tensor. ONE_ROW: each part has one row."""
+    wait_for_previous_kernel()
     FIRST_LENGTH: tl.constexpr = TILE_BYTES // FIRST_BYTES
     SECOND_LENGTH: tl.constexpr = TILE_BYTES // SECOND_BYTES
     FIRST: tl.constexpr = (ONE_ROW, FIRST_BYTES, FIRST_LENGTH)

@@ -26,13 +26,16 @@ from dsv4_ops.integrations.transformers.generation.kept import (
     KeptCaches,
     captured,
     keeps_on,
+    rounded,
 )
 from dsv4_ops.integrations.transformers.generation.prefill import bucket, prefilled
 from dsv4_ops.integrations.transformers.generation.prompts import setting
 from dsv4_ops.integrations.transformers.modules.checks import uncalled
 from dsv4_ops.integrations.transformers.modules.replacement import (
     has_global_hooks,
+    is_library_function,
     is_library_method,
+    is_split,
     own_forward,
 )
 from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep, check_settings
@@ -240,8 +243,9 @@ def _calls_only_ours(model: Any) -> bool:
     if uncalled(model) is not None or has_global_hooks():
         return False
     head, methods = model.lm_head, vars(model).keys() & set(_METHODS[1:])
-    hooks = head._forward_hooks or head._forward_pre_hooks
-    if methods or hooks or own_forward(head) is not None or type(head) is not torch.nn.Linear:
+    hooks, own = head._forward_hooks or head._forward_pre_hooks, own_forward(head)
+    is_own = own is None or (is_split(head.weight) and is_library_function(own))
+    if methods or hooks or not is_own or type(head) is not torch.nn.Linear:
         return False
     return all(is_library_method(type(model), name) for name in _METHODS)
 
@@ -422,7 +426,8 @@ def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
     cache, rows = call.cache, len(call.prompts)
     step = compiled_step(model, decode_step, call.config.compile_config)
     num_tokens = min(call.prompts.numel(), cache.max_chunk * rows)
-    num_tokens = bucket(num_tokens) if keeps else num_tokens
+    if keeps:
+        num_tokens, rows = bucket(num_tokens), min(rounded(rows, 1), cache.max_batch_size)
     prefills: DryRuns = getattr(model, STEPS).prefills
     prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
     if not step.parts and cache.device.type == "cuda":

@@ -36,8 +36,8 @@ WARM_CALLS = 2
 
 MOST_CACHES = 2
 MOST_GRAPHS = 12
-"""Maximum number of graphs of a cache. A graph is for one number of texts and, in a prefill, one
-number of tokens."""
+"""Maximum number of graphs of a cache. A graph is for up to a number of texts and, in a prefill, up
+to a number of tokens."""
 LEAST_TOKENS, MOST_TOKENS = 64, 2048
 """Minimum and maximum tokens of a captured prefill. In longer prefills, the host is faster than the
 GPU."""
@@ -76,7 +76,7 @@ class NoGraph(RuntimeError):
 
 
 class KeptStep:
-    """A step of ``rows`` texts that uses a kept cache and has input tensors of its own.
+    """A step of up to ``rows`` texts that uses a kept cache and has input tensors of its own.
 
     After ``WARM_CALLS`` calls, a CUDA graph captures the step. Later calls of ``generate`` replay
     the graph if neither the model nor the addresses of its weights have changed. Launch grids
@@ -85,11 +85,10 @@ class KeptStep:
     Args:
         step: The step.
         cache: The cache.
-        rows: Number of texts.
+        rows: Maximum number of texts; the other requests of the step are padding.
         tokens: Maximum tokens of a prefill batch; None for a decode.
         pool: Memory pool of the graph.
-        any_rows: Whether a batch may have fewer requests than ``rows``, in any rows of the cache.
-            Otherwise request r is row r.
+        any_rows: Whether a batch may use any rows of the cache. Otherwise request r is row r.
         ranks: The ranks that share the cache, all of which run the step.
     """
 
@@ -127,12 +126,13 @@ class KeptStep:
         self._begins = True
 
     def __call__(self, batch: StepBatch, _: CacheTensors) -> Tensor:
-        """Run the step; return the logits, which the next call overwrites."""
+        """Run the step; return the logits of each request, which the next call overwrites."""
         for name in self._inputs:
             new = getattr(batch, name)
             getattr(self._batch, name)[: len(new)].copy_(new)
-        if self._any_rows:  # the other requests become padding
-            self._batch.seq_lens[len(batch.seq_lens) :] = 0
+        num_reqs = len(batch.seq_lens)
+        if num_reqs < len(self._batch.seq_lens):  # the other requests become padding
+            self._batch.seq_lens[num_reqs:] = 0
             if "query_start_loc" in self._inputs:
                 ends = batch.query_start_loc
                 self._batch.query_start_loc[len(ends) :] = ends[-1:]
@@ -151,7 +151,7 @@ class KeptStep:
         else:
             self._replay()
         assert self._logits is not None
-        return self._logits
+        return self._logits[:num_reqs]
 
     def _has_changed(self) -> bool:
         """Whether the model has changed, on any rank, since the step ran."""
@@ -260,8 +260,9 @@ class KeptCache:
     def step(
         self, step: CompiledStep | EagerStep, rows: int, tokens: int | None = None
     ) -> KeptStep:
-        """Return the step of ``rows`` texts for a new call of ``generate``. For ``tokens``, see
-        ``KeptStep``."""
+        """Return a step of at least ``rows`` texts for a new call of ``generate``. For ``tokens``,
+        see ``KeptStep``."""
+        rows = min(rounded(rows, 1), self.cache.max_batch_size)
         found = self.steps.of(step, rows, tokens)
         found.begin()
         return found
@@ -339,7 +340,8 @@ class KeptCaches:
         ranks = spec_of("generate", model).parallel
         longest = rounded(length, spec_of("generate", model).block_tokens)
         error = torch.OutOfMemoryError("another rank is out of memory")
-        for tried in ((rows, longest, max(chunk, min(LEAST_CHUNK, longest))), sizes):
+        larger = rounded(rows, 1), longest, max(chunk, min(LEAST_CHUNK, longest))
+        for tried in (larger, sizes):
             cache: PagedCache | None = None
             try:
                 cache = _cache(model, *tried)
@@ -382,8 +384,9 @@ def _cache(model: Any, rows: int, length: int, chunk: int) -> PagedCache:
 
 
 def rounded(length: int, least: int) -> int:
-    """Round a length up, so that slightly longer texts use the same cache or graph. The increase is
-    below ``least`` or below a quarter of the length, whichever is larger."""
+    """Round a size up, so that slightly larger calls use the same cache or graph. The increase is
+    below ``least`` or below a quarter of the size, whichever is larger. With ``least`` 1, sizes up
+    to 8 stay the same."""
     step = max(least, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 

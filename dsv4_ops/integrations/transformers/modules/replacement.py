@@ -129,7 +129,12 @@ def is_library_method(kind: type, name: str) -> bool:
     """Whether a class has a method of this name that only Hugging Face and torch defined and
     decorated. Traces must not call this function."""
     owner = _owner_of(kind, name)
-    function = None if owner is None else vars(owner)[name]
+    return owner is not None and is_library_function(vars(owner)[name])
+
+
+def is_library_function(function: Any) -> bool:
+    """Whether only Hugging Face and torch defined and decorated a function. Traces must not call
+    this function."""
     is_known = function is not None
     while function is not None:
         is_known = is_known and _package_of(function) in _TRUSTED
