@@ -206,6 +206,18 @@ def test_ranks_select_the_rows_of_one(family, tmp_path):
     run_ranks(2, rank_selects, tmp_path, family)
 
 
+class FailingStreamer:
+    texts = 0
+
+    def put(self, tokens):
+        self.texts += 1
+        if self.texts == 3:  # the second new token
+            raise ZeroDivisionError
+
+    def end(self):
+        raise AssertionError
+
+
 def rank_generates(rank, folder):
     """Ranks keep a cache and graphs for later calls, unless another rank lacks them."""
     prompt, single = text()[:2, :20], small_mla_model(num_hidden_layers=2)
@@ -232,8 +244,12 @@ def rank_generates(rank, folder):
                 model.generate(prompt + rank * (not given), **settings | given)
         with pytest.raises(ValueError, match=r"^generate: call must be the same max_cache_len on"):
             model.generate(prompt, **settings | {"max_new_tokens": 6 + rank})
-        if rank:
+        if rank:  # the other rank needs this rank's steps until the end
+            with pytest.raises(ZeroDivisionError):
+                model.generate(prompt, streamer=FailingStreamer(), **settings)
             v4.empty_cache(model)
+        else:
+            assert torch.equal(model.generate(prompt, **settings), want)
         before, make, makes = kept.captured, kept._cache, []
 
         def short(model, *sizes):

@@ -304,13 +304,26 @@ class Texts:
     ) -> None:
         """Choose the tokens after ``logits``, then run ``step`` until all texts have ended. Ranks
         that share the cache check after every step, because only one of them may have a
-        streamer."""
+        streamer. They raise a streamer's error after the last step, for which the other ranks need
+        this rank."""
+        failed: Exception | None = None
 
         def decode() -> None:
             self._append(step(self._batch(), self.cache.tensors).float())
 
+        def stream() -> None:
+            nonlocal failed
+            if streamer is None or failed is not None:
+                return
+            try:
+                streamer.put(self.ids[:, int(self.length) - 1].cpu())
+            except Exception as error:
+                if not shares:
+                    raise
+                failed = error
+
         self._append(logits)
-        _stream(streamer, self)
+        stream()
         for count in range(1, self.max_new):
             checks = shares or streamer is not None or count % _check_every(self.ids.device) == 0
             if checks and self.eos is not None and bool(self.ended.all()):
@@ -318,7 +331,9 @@ class Texts:
             if captures and self.ids.is_cuda and count == WARM_CALLS + 1:
                 decode = captured(decode)
             decode()
-            _stream(streamer, self)
+            stream()
+        if failed is not None:
+            raise failed
         if streamer is not None:
             streamer.end()
 
@@ -364,11 +379,6 @@ def _sampled(probs: Tensor) -> Tensor:
     if probs.device.type == "cpu":
         return torch.multinomial(probs, 1).squeeze(1)
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
-
-
-def _stream(streamer: Any, texts: Texts) -> None:
-    if streamer is not None:
-        streamer.put(texts.ids[:, int(texts.length) - 1].cpu())
 
 
 class CompiledSteps(dict[Any, CompiledStep]):
