@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -30,14 +30,20 @@ def kernel_requests(launcher: Any) -> Iterator[None]:
 
 
 def request(spec: OpSpec, impl: str, args: Any, kwargs: Any) -> None:
-    """Ask for the kernels of a fake call that ``impl`` would run.
+    """Ask for the kernels of a fake call that ``impl`` would run."""
+    if impl == TRITON:
+        ask(spec.name, lambda launcher: spec.launcher(impl)(launcher, *args, **kwargs))
 
-    If the launcher cannot run with fake tensors, no kernels are requested, and each kernel is
+
+def ask(name: str, launch: Callable[[Any], Any]) -> None:
+    """Ask for the kernels that ``launch(launcher)`` launches, if fake calls in this context do.
+
+    If ``launch`` cannot run with fake tensors, no kernels are requested, and each kernel is
     compiled at its first launch.
     """
-    if impl != TRITON:
+    if not are_on():
         return
     try:
-        spec.launcher(impl)(_LAUNCHER.get(), *args, **kwargs)
+        launch(_LAUNCHER.get())
     except Exception:
-        _log.debug("no kernels of %s were requested", spec.name, exc_info=True)
+        _log.debug("no kernels of %s were requested", name, exc_info=True)

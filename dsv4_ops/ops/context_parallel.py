@@ -24,6 +24,7 @@ from dsv4_ops.core.torch_compat import (
     timeout_of,
 )
 from dsv4_ops.core.types import LocalRows, MergedStates
+from dsv4_ops.dispatch import kernel_requests
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import context_parallel as meta
 from dsv4_ops.ops.mla_context import LSE_BASES, MERGED_DTYPES, merge_states
@@ -717,6 +718,12 @@ def _combine_ranks(
 
 @_combine_ranks.register_fake
 def _(out: Tensor, lse: Tensor, group: str, world: int, lse_base: str) -> tuple[Tensor, Tensor]:
+    def launch(launcher: Any) -> None:
+        launches, _ = _kernels("cp_combine", "combine")
+        memory, rank, timeout_ns = _like_workspace(group, out)
+        launches.combine_ranks(launcher, out, lse, memory, rank, world, lse_base, timeout_ns)
+
+    kernel_requests.ask("cp_combine", launch)
     num_tokens, num_heads, width = out.shape
     own = num_heads // world
     return out.new_empty((num_tokens, own, width)), lse.new_empty((num_tokens, own))
@@ -735,6 +742,12 @@ def _gather_ranks(parts: list[Tensor], group: str, world: int, dim: int) -> list
 
 @_gather_ranks.register_fake
 def _(parts: list[Tensor], group: str, world: int, dim: int) -> list[Tensor]:
+    def launch(launcher: Any) -> None:
+        launches, _ = _kernels("cp_gather_rows", "gather")
+        memory, rank, timeout_ns = _like_workspace(group, parts[0])
+        launches.gather(launcher, parts, memory, rank, world, dim, timeout_ns)
+
+    kernel_requests.ask("cp_gather_rows", launch)
     return [meta.gathered(part, world, dim) for part in parts]
 
 
@@ -797,11 +810,21 @@ def _workspace(op: str, group: str, world: int, device: torch.device) -> _Worksp
     memory, handle = symmetric_workspace(group, exchange.workspace_bytes(world), device)
     header = exchange.workspace_header(list(handle.buffer_ptrs))
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    timeout_ns = timeout_of(group, device) // timedelta(microseconds=1) * 1000
+    timeout_ns = _timeout_ns(group, device)
     _workspaces[group, device] = workspace = _Workspace(
         current, memory, handle, handle.rank, timeout_ns
     )
     return workspace
+
+
+def _like_workspace(group: str, like: Tensor) -> tuple[Tensor, int, int]:
+    """Return memory, rank and timeout as a launch has them, but allocate no workspace."""
+    memory = like.new_empty(0, dtype=torch.uint8)
+    return memory, group_rank(group), _timeout_ns(group, like.device)
+
+
+def _timeout_ns(group: str, device: torch.device) -> int:
+    return timeout_of(group, device) // timedelta(microseconds=1) * 1000
 
 
 def _as_lanes(lse: Tensor, lanes: torch.dtype) -> Tensor:

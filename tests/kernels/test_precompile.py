@@ -5,13 +5,16 @@ import os
 import pkgutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from triton import knobs
 
@@ -25,6 +28,7 @@ from dsv4_ops.kernels.common.triton_compat import name_alike
 from dsv4_ops.kernels.kv_cache import plain
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.lowering import _compat, workers as inductor
+from dsv4_ops.ops import context_parallel
 from dsv4_ops.testing import op_testing
 from tests.support.attention_batches import GATHERED, gathered_case
 from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
@@ -130,6 +134,27 @@ def test_every_launcher_runs_with_fake_tensors(name, monkeypatch):
         for case in [LARGER[name]] if name in LARGER else op_testing(name).cases():
             called(name, case)
     assert launched
+
+
+@pytest.mark.usefixtures("hopper")
+def test_kernels_between_ranks_are_asked_for(compiled, monkeypatch):
+    """Two sizes of a merge have tiles of 1 and 16 rows, and the rows of a gather are integers of 8
+    bytes. A launch finds what the workers compiled."""
+    monkeypatch.setattr(context_parallel, "timeout_of", lambda group, device: timedelta(minutes=10))
+    monkeypatch.setattr(requested._log, "debug", lambda text, op, exc_info: pytest.fail(text % op))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        workers, group = Workers(), dist.group.WORLD.group_name
+        for asking in (precompile.requests(workers.submit), kernel_requests(precompile.REQUESTED)):
+            with asking, FakeTensorMode(), torch.device("cuda"):
+                for tokens in (1, 256):
+                    out, lse = torch.empty(tokens, 64, 512).bfloat16(), torch.empty(tokens, 64)
+                    context_parallel.cp_combine(out, lse, group, via="symmetric_memory")
+                context_parallel.cp_gather_rows(out, group, via="symmetric_memory")
+    finally:
+        dist.destroy_process_group()
+    names = ["merge_ranks", "merge_ranks", "gather_ranks"]
+    assert compiled == [(name, hit) for name in names for hit in (False, True)]
 
 
 @pytest.mark.usefixtures("hopper")

@@ -58,7 +58,7 @@ def gather(
     ``workspace`` is as for ``combine_ranks``; the two functions may share a workspace.
     """
     results = [gathered(part, world, dim) for part in parts]
-    sources = [_as_integers(part, dim) for part in parts]
+    sources = [_as_integers(part, dim, launch.aligns_inputs) for part in parts]
     first, second = sources[0], sources[-1]
 
     def num_tiles(size: int) -> int:
@@ -80,16 +80,15 @@ def gather(
     return results
 
 
-def _as_integers(part: Tensor, dim: int) -> _Source:
+def _as_integers(part: Tensor, dim: int, is_aligned: bool) -> _Source:
     """Return ``part`` as integers of the largest size that divides the size of a row, the row
-    stride and the address."""
+    stride and, unless the part is aligned, the address."""
     rows, inner = prod(part.shape[:dim]), prod(part.shape[dim:])
     flat = part.reshape(rows, inner)
     if flat.stride(1) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     nbytes = inner * part.element_size()
     stride = flat.stride(0) * part.element_size() if rows > 1 else nbytes
-    size = next(
-        size for size in (8, 4, 2, 1) if not (nbytes | stride | flat.data_ptr()) & (size - 1)
-    )
+    address = 0 if is_aligned else flat.data_ptr()
+    size = next(size for size in (8, 4, 2, 1) if not (nbytes | stride | address) & (size - 1))
     return _Source(flat.view(torch.uint8), size, rows, nbytes // size, stride // size)
