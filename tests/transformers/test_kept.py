@@ -21,6 +21,7 @@ from tests.fakes import graphs
 from tests.fakes.graphs import CONFIG
 
 PROMPT = torch.tensor([[3, 5, 7, 11, 13, 17, 19], [2, 4, 6, 8, 10, 12, 14]])
+TEXTS = torch.arange(140).reshape(20, 7)
 SETTINGS = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -83,11 +84,17 @@ def test_later_calls_capture_nothing(model, captures):
 
 def test_similar_numbers_of_texts_share_a_graph(model, captures):
     """9 texts run as 10, and 17 to 19 as 20; up to 8 run alone."""
-    texts = torch.arange(140).reshape(20, 7)
     for count, graphs_made in ((10, 1), (9, 1), (17, 2), (20, 2), (19, 2), (8, 3), (7, 4)):
-        check(model, texts[:count])
+        check(model, TEXTS[:count])
         assert len(captures) == graphs_made
     assert [each.sizes[0] for each in caches(model)] == [20]
+
+
+def test_similar_prefills_share_a_graph(model, all_captures):
+    """60 tokens of 10 texts and 54 of 9 run as 64; the decode is captured first."""
+    for count, graphs_made in ((10, 1), (10, 1), (9, 2), (10, 2), (9, 2)):
+        check(model, TEXTS[:count, 1:])
+        assert len(all_captures) == graphs_made
 
 
 def test_graphs_follow_the_weights(model, captures):
@@ -219,10 +226,10 @@ def test_memory_that_lacks_is_taken_from_kept_caches(model, captures, monkeypatc
     monkeypatch.setattr(kept, "_cache", lacking)
     gc.disable()  # a reference cycle would hold the memory
     try:
-        model.generate(PROMPT, compile_config=CONFIG, **SETTINGS)
+        check(model, TEXTS[:9])
     finally:
         gc.enable()
-    assert [sizes[:2] for sizes in made] == [(2, 64), (2, 14)]
+    assert [sizes[:2] for sizes in made] == [(10, 64), (9, 14)]
 
 
 @pytest.mark.usefixtures("captures")
