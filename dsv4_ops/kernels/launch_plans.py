@@ -1,7 +1,7 @@
-"""Repeat the launches of an earlier call, without the Python that chose them.
+"""Repeat the launches of an earlier call, without the Python code that chose them.
 
 The form of a call is the dtypes, shapes, strides and alignment of its tensors, and the values of
-its other arguments. A launcher chooses tiles, grids and temporary tensors by the form only. So the
+its other arguments. A launcher chooses tiles, grids and temporary tensors only by the form. So the
 first call of a form is recorded as straight-line code: calls of torch's ops, and launches of
 compiled kernels. Later calls of that form, in other layers and steps, run this code on their own
 tensors.
@@ -39,8 +39,8 @@ class LaunchPlans:
         self.plans: dict[Any, Plan | None] = {}
 
     def run(self, name: str, choose: Choose, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the plan of the call's form. If the form has no plan, run the call, and record a plan
-        if the form occurs for the first time.
+        """Run the plan of the call's form. If the form has no plan, run the call; if the form is
+        new and a launcher of ours runs the call, also record a plan.
 
         Args:
             name: The op.

@@ -1,4 +1,4 @@
-"""How kernels are launched: eagerly, traced into a graph, or put into a package."""
+"""Launch kernels eagerly, trace them into a graph, or put them into a package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Launcher:
         aligns_inputs: Whether misaligned inputs are copied later, because their addresses are
             unknown here.
         capability: Compute capability reported for tensors that are not on a GPU.
-        num_sms: SMs reported for such tensors.
+        num_sms: SMs reported for tensors that are not on a GPU.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def options_of(kernel: Any, args: Sequence[Any]) -> dict[str, Any]:
 
 def dependent(kernel: Any, target: Target) -> dict[str, bool]:
     """Return the option that starts a kernel before the previous kernel has ended; nothing if the
-    kernel does not wait, or the GPU has no such launches."""
+    kernel does not wait, or the GPU has no dependent launches."""
     return {"launch_pdl": True} if target.dependent_launch and waits(kernel) else {}
 
 

@@ -1,4 +1,4 @@
-"""Ops that a graph keeps whole, and their fakes. The ops are ours, or those of other libraries."""
+"""Ops that a graph keeps whole, and their fakes. Each op is ours or another library's."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def describe(op: Any, fake: Callable[..., Any]) -> None:
     """Register a fake for a library's op, so that Inductor can call it.
 
     vLLM's build registers functions for no particular device. Torch takes such a function for a
-    composition of ops and traces into it, which fails because the function reads addresses. So
-    turn off the op's autograd and decomposition, and a graph keeps the op whole.
+    composition of ops and traces into it, which fails because the function reads addresses. So this
+    function turns off the op's autograd and decomposition; a graph then keeps the op whole.
     """
     if op in _described:
         return

@@ -38,7 +38,7 @@ Wait = Callable[[], Any]
 """A function that waits for a job."""
 
 Submit = Callable[..., Wait]
-"""A function that runs another function in a worker."""
+"""A function that runs another function in a worker, and returns a ``Wait``."""
 
 _log = logging.getLogger(__name__)
 _SUBMIT: ContextVar[Submit | None] = ContextVar("precompile_submit", default=None)
@@ -64,7 +64,7 @@ class _Request:
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def ask(*args: Any, **options: Any) -> None:
             if isinstance(self.kernel, JITFunction) and _Jobs.of(self.kernel) is not None:
-                # keep the order of a launch, because Triton's key contains the options as text
+                # pass options in the order of a launch: Triton's key contains them as text
                 named = options_of(self.kernel, args) | options
                 named = {name: _typed(value) for name, value in named.items()}
                 self.kernel.warmup(*map(_typed, args), grid=grid, **named)
@@ -88,8 +88,8 @@ def _typed(value: Any) -> Any:
 
 
 class _Jobs:
-    """The jobs of a kernel. A call of this object replaces the kernel's ``_do_compile``, which
-    Triton calls if a launch finds no binary."""
+    """The jobs of a kernel. This object replaces the kernel's ``_do_compile``, which Triton calls
+    if a launch finds no binary."""
 
     def __init__(self, kernel: Any) -> None:
         self.compile = kernel._do_compile

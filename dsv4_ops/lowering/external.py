@@ -1,5 +1,5 @@
-"""Call libraries from compiled code, if possible through ops that the library registers, so that a
-package needs nothing but the library."""
+"""Call libraries from compiled code. If a library registers ops, compiled code calls these ops, so
+that a package needs nothing but the library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
 
 
 def packaging() -> bool:
-    """Whether the trace is for an AOTInductor package."""
+    """Return whether the trace is for an AOTInductor package."""
     if "torch._inductor.virtualized" not in sys.modules:
         return False
     from dsv4_ops.lowering import _compat
@@ -36,7 +36,7 @@ def launch() -> Any:
 
 
 def fits(op: str, library: str, impl: str) -> bool:
-    """Whether compiled code can call ``library``. Raises if it cannot, unless ``impl`` is
+    """Return whether compiled code can call ``library``. If it cannot, raise, unless ``impl`` is
     "auto"."""
     if not packaging() or adapter(library).packaged():
         return True

@@ -21,10 +21,10 @@ from dsv4_ops.lowering.register import lower_with
 _ALIGNMENT = 16
 
 _written: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Names of the kernels that the C++ of a graph already contains."""
+"""For each graph, the names of the binaries that its C++ code already contains."""
 
 _binaries: dict[Any, Binary] = {}
-"""Compiled kernels, by the static properties of their arguments."""
+"""Compiled kernels, keyed by name, properties of the arguments, and options."""
 
 
 def register() -> None:
@@ -145,8 +145,8 @@ class GluonCall(_compat.ExternKernel):
             wrapper.writeline(self._python(wrapper))
 
     def _python(self, wrapper: Any) -> str:
-        """Return Python that launches the kernel: Inductor may run a graph before it packages the
-        graph."""
+        """Return Python code that launches the kernel, because Inductor may run a graph before it
+        packages the graph."""
         tensors = [each.codegen_reference() for each in self.tensors]
         sizes = [wrapper.codegen_sizevar(each) for each in self.constant_args]
         lists = [
@@ -181,8 +181,8 @@ class GluonCall(_compat.ExternKernel):
 
 
 def _aligned(tensor: Any) -> bool:
-    """Whether a tensor's address is known at compile time to be aligned; the package copies inputs
-    that are not aligned."""
+    """Return whether a tensor's address is known at compile time to be aligned. The package copies
+    inputs that are not aligned."""
     if tensor.get_name() in V.graph.unaligned_buffers:
         return False
     start = tensor.get_layout().offset * tensor.get_dtype().itemsize

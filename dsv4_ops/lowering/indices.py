@@ -1,4 +1,5 @@
-"""Lowerings of window, top-k and sparse index building."""
+"""Lowerings of two ops: one lists the slots of the window, the other lists the slots of all
+compressed rows."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@ freed.
 
 On a CPU, fusion recomputes the loops of a node (``SchedulerNode.recompute_size_and_body``), and
 also the node's reads and writes. Up to torch 2.13, this recomputation loses the new name of a
-buffer that an earlier node wrote in place, so that the two nodes are no longer ordered (pytorch
-issue 185509, fixed by pull request 185873). Up to torch 2.11, the recomputation also loses
-dependencies that only express an order (issue 177631, pull request 177816). Results are silently
-wrong: for example, a step misses rows that it has stored itself. The fixes make earlier releases
-behave like later ones.
+buffer that an earlier node wrote in place (pytorch issue 185509, fixed by pull request 185873). The
+two nodes are then no longer ordered. Up to torch 2.11, the recomputation also loses dependencies
+that only express an order (issue 177631, pull request 177816). Results are silently wrong: for
+example, a step misses rows that it has stored itself. The fixes make earlier releases behave like
+later ones.
 """
 
 from __future__ import annotations

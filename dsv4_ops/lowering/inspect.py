@@ -1,4 +1,5 @@
-"""Inspect and package Inductor's code, through Inductor's functions for tests and packages."""
+"""Inspect the code that Inductor generates, and build and load packages with Inductor's
+functions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The kinds of lowering: what AOTAutograd does when it traces an op (see ``dispatch/define.py``).
 
-An op has its kind's default lowering, which is made from the op's reference, unless
-``lowering/<stem>.py`` defines another one. The stem is the name of the files that define the op.
+An op has its kind's default lowering, made from the op's reference, unless ``lowering/<stem>.py``
+defines a lowering for the op. The stem is the name of the files that define the op.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class PointwiseIR:
 
 
 def _launches_when_it_runs(values: Mapping[str, Any]) -> bool:
-    """Whether the op stays in the graph as a call. It does if ``run_time_launches`` is on and a
-    size is symbolic, except in a package."""
+    """Return whether the op stays in the graph as a call: if ``run_time_launches`` is on and a size
+    is symbolic, except in a package."""
     from dsv4_ops.lowering import external
 
     tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
@@ -82,7 +82,7 @@ class TritonKernel:
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         spec = OPS[op._schema.name.partition("::")[2]]
         values = spec.arguments(args, kwargs)
-        off_gpu = choice.subject(values).device.type != "cuda"  # as for the eager kernel
+        off_gpu = choice.subject(values).device.type != "cuda"  # as in eager mode
         if off_gpu or choice.choose(spec, values).impl == REFERENCE:
             return _traced(mode, self.function, (), values)
         for name in (spec.parameters[place] for place in spec.mutated):

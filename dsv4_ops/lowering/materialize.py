@@ -1,8 +1,8 @@
 """Make a buffer where a traced reference calls ``reference.common.materialized``.
 
-Without a buffer, Inductor would inline the computation of a row's values into the code of every
-element of the row, in every kernel that reads them. That code would be slow on a CPU, and take
-minutes to compile in the graph of a whole model.
+Without a buffer, Inductor would inline the computation of a row's values into every kernel that
+reads the row, once for every element of the row. That code would be slow on a CPU, and take minutes
+to compile in the graph of a whole model.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def _attend_in_loop(
     """Loop over the keys, as many per iteration as in the reference, until the token with the most
     keys has attended to all of its keys.
 
-    Memory does not depend on the block table's width, and time depends only on the existing
-    keys."""
+    Memory does not depend on the block table's width, and time depends only on the number of keys
+    that exist."""
     from dsv4_ops.lowering._compat import while_loop_op
 
     stop = pad(call.seq_lens, (0, 1)).amax().clamp(max=num_rows)

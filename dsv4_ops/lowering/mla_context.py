@@ -23,10 +23,9 @@ def _mla_prefill(
     causal: bool,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run torch's flash attention on the CPU, so that no logits are stored.
-
-    Only the mask has a value for every token and key. Attention runs in float32: in bfloat16, torch
-    approximates exp, and the log-sum-exp is wrong in the fifth digit."""
+    """On the CPU, run torch's flash attention; on other devices, run the reference. Flash attention
+    stores no logits: only the mask has a value for every token and key. Its inputs are float32,
+    because in bfloat16 torch approximates exp, and the log-sum-exp is wrong in the fifth digit."""
     if q.device.type != "cpu":
         tensors = q, k_nope, k_pe, v, query_start_loc, cu_seq_lens
         return reference.mla_prefill(*tensors, softmax_scale=softmax_scale, causal=causal)

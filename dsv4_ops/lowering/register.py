@@ -13,7 +13,7 @@ registered: set[Any] = set()
 
 
 def inductor_is_loaded() -> bool:
-    """Whether Inductor's lowerings are loaded in this process."""
+    """Return whether Inductor's lowerings are loaded in this process."""
     return "torch._inductor.lowering" in sys.modules
 
 

@@ -1,9 +1,9 @@
 """Inductor IR for [num_tokens, width] matrices of cache slots, for ``swa_indices_and_lens`` and
 ``dense_compressed_indices``.
 
-Most of a step's metadata is such matrices, so their kernels do only one masked table read per
-entry. Values that depend only on the token are realized as [num_tokens] buffers, which Inductor
-fuses into the kernel of ``token_map``.
+Most of a step's metadata is in these matrices, so their kernels must be fast: they do only one
+masked table read per entry. Values that depend only on the token are realized as [num_tokens]
+buffers, which Inductor fuses into the kernel of ``token_map``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def slot_rows(
     if o < ``lens[t]``, else -1.
 
     If ``first`` is None, all rows start at 0. ``lens`` must be 0 for tokens whose request is out of
-    range. Rows past the table are -1.
+    range. Entries for rows past the table are -1.
     """
     (num_tokens,) = lens.get_size()
     num_reqs, max_blocks = block_table.get_size()
@@ -109,8 +109,8 @@ def slot_rows(
     def flat_slot(index: Any) -> Value:
         return slot(FloorDiv(index[0], width), ModularIndexing(index[0], 1, width))
 
-    # The buffer has one dimension. With two, Inductor would tile 32 x 32 in Triton and vectorize
-    # over tokens in C++, as for a transpose, which makes these rows 2 to 4 times slower.
+    # The buffer has one dimension. With two, Inductor would tile 32 x 32 in Triton and vectorise
+    # over tokens in C++, as for a transpose; the kernel would be 2 to 4 times slower.
     flat = realized(lens, torch.int32, [num_tokens * width], flat_slot)
     return lowerings[torch.ops.aten.view.default](flat, [num_tokens, width])
 

@@ -1,4 +1,4 @@
-"""Inductor's compile workers, which compile the kernels of graphs and also ours."""
+"""Inductor's compile workers, which compile the kernels of graphs and our own kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def set_triton_folder() -> None:
 
 
 def start_workers() -> None:
-    """Start the compile workers, which takes seconds, while this process goes on."""
+    """Start the compile workers in the background; their start takes seconds."""
     if compile_workers() is not None:
         from dsv4_ops.lowering import _compat
 
@@ -69,7 +69,7 @@ def kernels_in_workers() -> Iterator[None]:
     from dsv4_ops.lowering import _compat
 
     compiler: Any = _compat.AsyncCompile
-    # torch's method, also if another thread has replaced it and ends first
+    # torch's own method, even if another thread has replaced it and restores it first
     compile_kernel = vars(compiler.triton).get(_REPLACED, compiler.triton)
     waits = True
 
@@ -137,8 +137,8 @@ class _Sender:
                 self._idle.release()
                 continue
             try:
-                # before the pool's process has imported torch, a few jobs would fill the pipe to
-                # it, and Inductor, which uses the same pipe, would wait
+                # wait here: before the pool's process has imported torch, a few jobs would fill its
+                # pipe, and Inductor, which uses the same pipe, would block
                 _compat.AsyncCompile.wait_pool_ready()
                 job = _compat.AsyncCompile.process_pool().submit(function, *args)
             except Exception as error:

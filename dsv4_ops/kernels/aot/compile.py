@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from dsv4_ops.kernels.common.triton_compat import FUSION, GluonASTSource, GPUTarget
 
 _MULTIPLE = 16
-"""Triton specialises a kernel for addresses and numbers that are multiples of this."""
+"""Triton specialises a kernel for addresses and numbers that are multiples of this number."""
 
 _TYPES = {
     torch.uint8: "*u8",
@@ -43,8 +43,8 @@ class Argument(NamedTuple):
 
     @classmethod
     def number(cls, value: float) -> Argument:
-        """Return the properties of a number that stays a parameter of the kernel. An integer has
-        the type of Triton's own launches; a float is float64, because Inductor passes float64."""
+        """Return the properties of a number that stays a parameter of the kernel. An integer gets
+        the type that Triton's launches give it; a float gets float64, as Inductor passes it."""
         if isinstance(value, float):
             return cls("fp64")
         return cls("i64" if value >= 2**31 else "i32", value % _MULTIPLE == 0)

@@ -42,9 +42,9 @@ ALIGNED = {
     "hopper_gathered_keys_kernel": ("q", "kv"),
     "hopper_mla_decode_kernel": ("q", "kv_cache"),
 }
-"""Parameters whose addresses must be multiples of 16, keyed by the name of the kernel. In a package
-the lowering copies misaligned tensors, because Inductor drops a ``clone`` that changes only the
-address."""
+"""Parameters whose addresses must be multiples of 16 bytes, keyed by the name of the kernel. In a
+package, the lowering copies misaligned tensors. The launcher cannot, because Inductor drops a
+``clone`` that changes only the address."""
 
 
 class Rest(NamedTuple):
@@ -103,10 +103,10 @@ class _Launch:
 
 
 def _list_and_index(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]:
-    """Add an argument to a list, unless a list holds it already; return the list and the index.
+    """Add an argument to a list; return the name of the list and the index.
 
-    For a parameter that would be None, a launcher may pass a tensor that the kernel also writes.
-    The kernel does not read such a parameter, so the tensor needs only one entry.
+    A tensor that a list holds already is not added again: in place of None, a launcher may pass a
+    tensor that the kernel writes through another parameter.
     """
     if not isinstance(value, Tensor):
         lists["numbers"].append(value)

@@ -1,4 +1,4 @@
-"""Launch the kernel that writes everything that a C4 layer writes before it selects rows."""
+"""Launch the kernel for everything that a C4 layer writes before it selects rows."""
 
 from __future__ import annotations
 

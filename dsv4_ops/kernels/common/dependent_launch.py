@@ -3,9 +3,9 @@
 With the option ``launch_pdl``, a GPU starts the programs of a kernel once all programs of the
 previous kernel have called ``gdc_launch_dependents`` or ended. So each program must first wait for
 the previous kernel. If the option is set, Triton compiles the wait into the binary, and Triton and
-Inductor launch the binary early, so no kernel starts early without the wait. Other launches of the
-binary, such as those of a package's C++ code, start after the previous kernel has ended, and the
-wait does nothing.
+Inductor launch the binary early; otherwise they do neither. So no kernel starts early without the
+wait. Other launches of the binary, such as launches by a package's C++ code, start after the
+previous kernel has ended, and the wait does nothing.
 
 If every kernel waits for its previous kernel, a kernel waits for all earlier kernels. A kernel
 without the wait is launched without the option, so it starts after the previous kernel has ended.

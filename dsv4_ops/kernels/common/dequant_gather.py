@@ -22,7 +22,7 @@ REQUESTS = 32
 """Number of requests whose lengths a program of the ragged gather loads together."""
 
 PROGRAMS = 16 * 132
-"""Maximum number of programs of the ragged gather: as many as an H200 runs at once."""
+"""Maximum number of programs of the ragged gather: the number that an H200 runs at once."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _copy_rows(
     target, dim_stride, mask, cache, page, row, row_valid,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Dequantise cache rows, and store those that ``mask`` selects at the int16 pointers
+    """Dequantise cache rows, and store the rows that ``mask`` selects at the int16 pointers
     ``target``. Store zeros for rows that are not valid."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
@@ -69,8 +69,8 @@ def gather_ragged_kernel(
     block_table, table_stride, column_stride, max_blocks, num_reqs,
     FORMAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Gather the last ``gather_lens`` rows of each request, at most ``capacity``, into the rows of
-    the request in a workspace.
+    """Gather the last ``gather_lens`` rows of each request (at most ``capacity`` rows) into the
+    request's part of a workspace.
 
     The tiles of ROWS rows of all requests are numbered, and programs take them round-robin. So
     programs share the work evenly in any batch, and the work depends on the gathered rows, not on
@@ -166,9 +166,8 @@ def gather_ragged(
     block_size: int,
     offset: int,
 ) -> None:
-    """Gather into a workspace with ``num_rows`` rows per request. Row ``offset`` of a request's
-    part gets its first row.
-    ``num_reqs`` and ``num_rows - offset`` are positive."""
+    """Gather into a workspace with ``num_rows`` rows per request. Row ``offset`` of these rows gets
+    the first row that is gathered. ``num_reqs`` and ``num_rows - offset`` are positive."""
     main, capacity = MainLayout(block_size), num_rows - offset
     counts = seq_lens if gather_lens is None else gather_lens
     tiles = num_reqs * ((capacity + WORKSPACE_ROWS - 1) // WORKSPACE_ROWS)

@@ -24,13 +24,13 @@ STEP_BYTES = 128
 """Bytes of a row per step. A step loads 64 bytes twice."""
 
 FP4_UNIT = tl.constexpr(2.0**8)
-"""FP4 weights are divided by this, and the sums are multiplied by it, so that the bf16 factors of
-scales up to 2^9 are finite. Only sums below 2^-141 are lost, and bf16 cannot represent such
-sums."""
+"""FP4 weights are divided by this number, and the sums are multiplied by it, so that the bf16
+factors of scales up to 2^9 are finite. Only sums below 2^-141 are lost; bf16 cannot represent
+them."""
 
 _FP4_FIELD = tl.constexpr(118)
-"""The exponent field of a factor is the scale byte plus this. A bf16 with an e2m1 code in its
-lowest exponent bits has the value of the code times 2^-126."""
+"""The exponent field of a factor is the scale byte plus this number. A bf16 with an e2m1 code in
+its lowest exponent bits has the value of the code times 2^-126."""
 
 _FP8_FACTOR = tl.constexpr((247 << 7) * 0x10001)
 """2^120 as two bf16 in an int32. A bf16 with an e4m3 code in its lowest exponent bits has the value
@@ -49,7 +49,8 @@ def step_size(fp4: bool) -> int:
 
 def byte_rows(weight: Tensor) -> Tensor:
     """Return a weight as bytes. A misaligned weight is copied, because kernels load rows as int32.
-    The copy is of bytes, because on GPUs before 8.9 Triton has no pointers to e4m3 values."""
+    The copy is of bytes, because Triton has no pointers to e4m3 values below compute capability
+    8.9."""
     weight = weight.view(torch.uint8)
     offsets = (weight.storage_offset(), *weight.stride()[:-1])
     if weight.stride(-1) != 1 or any(offset % 16 != 0 for offset in offsets):
@@ -58,7 +59,7 @@ def byte_rows(weight: Tensor) -> Tensor:
 
 
 def scale_rows(scale: Tensor, fp4: bool) -> Tensor:
-    """Return the scales of a weight. FP4 kernels load them as int64, one per step."""
+    """Return the scales of a weight. FP4 kernels load them as one int64 per step."""
     if not fp4:
         return scale
     blocks = int(scale.shape[-1])
@@ -81,7 +82,7 @@ def bf16_activations(x: Tensor, activations: str) -> Tensor:
 
 @triton.jit
 def reordered_offset(k, FP4: tl.constexpr):
-    """Return the offset of value ``k`` of a row in the order of kernels.
+    """Return the offset of value ``k`` of a row in the order in which kernels multiply.
 
     FP4: of each 128 values, value 32 t + 8 i + 4 j + 2 h + p is at 64 h + 16 i + 8 p + 2 t + j.
     FP8: of each 64 values, value 16 t + 4 i + 2 j + p is at 16 i + 8 p + 2 t + j.
@@ -114,8 +115,8 @@ def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 @triton.jit
 def _fp4_pair(words, MASK: tl.constexpr, CODE: tl.constexpr, SIGN: tl.constexpr):
     """Shift two codes, 16 bits apart in a word, to their bits in two bf16. One multiplication
-    shifts both the codes and their signs. It saves two of the four integer operations, by which the
-    loop is bound."""
+    shifts both the codes and their signs. This saves two of four integer operations; the loop is
+    bound by integer operations."""
     return (words & MASK) * (2**CODE + 2**SIGN) & _FP4_BITS
 
 
@@ -165,7 +166,7 @@ def _tile(words, factor, FP4: tl.constexpr, FIRST: tl.constexpr, WARPS: tl.const
 
 @triton.jit
 def _fp4_factor(scale):
-    """Return 2^(scale - 1) / ``FP4_UNIT`` of a scale byte, as two bf16 in an int32."""
+    """Return 2^(scale - 1) / ``FP4_UNIT`` for a scale byte, as two bf16 in an int32."""
     pattern = tl.minimum(scale + _FP4_FIELD, 255) << 7
     return tl.where(scale == 255, 0x7FC0, pattern) * 0x10001
 
@@ -222,8 +223,8 @@ def multiply_fp4(
     """Return the product over ``steps``, a pair (first, stop), as float32 [ROWS, TOKENS] with rows
     in the order of ``tile_rows``.
 
-    All loads run STAGES - 1 steps ahead, into shared memory. ptxas would delay a load into
-    registers until a product frees these registers, whatever the order of the program.
+    All loads run STAGES - 1 steps ahead, into shared memory. They do not load into registers,
+    because ptxas would delay such a load until a product frees the registers.
 
     Args:
         weight: Addresses [ROWS, 1] of int32 words, the mask of the rows, and words per row.
@@ -254,10 +255,10 @@ def multiply_fp8(
     """Return the product with an FP8 weight as ``multiply_fp4`` does.
 
     Args:
-        weight, x: As in ``multiply_fp4``. x may also hold e4m3 codes. They are bytes if Triton does
-            not convert them on this GPU.
-        scale: Addresses [ROWS] of scales, their stride, and the mask of the rows.
-        x_scale: Addresses [TOKENS] of scales, or None, and their stride.
+        weight, x: As in ``multiply_fp4``. x may also hold e4m3 codes: as bytes, if Triton does not
+            convert them on this GPU.
+        scale: Addresses [ROWS] of scales, their stride from step to step, and the mask of the rows.
+        x_scale: Addresses [TOKENS] of scales, or None, and their stride from step to step.
         ORDERED: Whether x is ``reordered``.
     """
     rows, mask = x

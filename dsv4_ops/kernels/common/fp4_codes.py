@@ -1,4 +1,4 @@
-"""Products of FP4 weights and FP8 activations on FP8 matrix units: an e2m1 code and its block scale
+"""Products of FP4 weights and FP8 activations on FP8 matrix units. An e2m1 code and its block scale
 become one e4m3 code.
 
 The e4m3 codes are relative to a base scale of the row. The product of an e2m1 value and its
@@ -28,8 +28,8 @@ _MAX_BASE = tl.constexpr(243)
 """Maximum base. With a larger base, a scale byte of 255 (NaN) would be within _REACH."""
 
 _BASE_VALUE = tl.constexpr(5)
-"""The scale byte of a row's sums is the row's base plus this, because at the base, 0.5 has the code
-that e4m3 has for 2^-6."""
+"""The scale byte of a row's sums is the row's base plus this number: at the base, 0.5 has the code
+of 2^-6, so a value is 2^5 times the value of its code."""
 
 _LOW_CODES, _HIGH_CODES = tl.constexpr(0x14100800), tl.constexpr(0x24201C18)
 """e4m3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 at the base, one byte each."""
@@ -38,7 +38,7 @@ _LOW_STEP, _HIGH_STEP = tl.constexpr(0x08080800), tl.constexpr(0x08080808)
 """Increments of the codes per exponent above the base; the code of 0 stays 0."""
 
 _NAN, _NAN_EXCEPT_0 = tl.constexpr(0x7F7F7F7F), tl.constexpr(0x7F7F7F00)
-"""Codes for a scale out of reach: NaN, but zeros stay 0 if the scale is too small."""
+"""Codes for a scale out of reach: NaN, but the code of 0 stays 0 if the scale is too small."""
 
 
 def ordered_codes(x: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ def multiply_fp4_codes(
     """Return the product over ``steps``, a pair (first, stop), as float32 [ROWS, COLUMNS] with rows
     in the order of ``tile_rows``.
 
-    The scales of a row must be near the scales of its first step. A scale out of reach makes the
-    row's sums NaN, as NaN in the activations does. If a sum is NaN,
+    The scales of a row must be 2^-7 to 2^4 times the maximum scale of its first step. A scale out
+    of reach makes the row's sums NaN, as NaN in the activations does. If a sum is NaN,
     ``multiply_fp4_codes_by_blocks`` must compute the product again.
 
     Args:

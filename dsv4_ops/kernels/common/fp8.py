@@ -1,9 +1,9 @@
 """Device functions for e4m3 codes with power-of-two block scales, as in
 ``reference/quantization.py``.
 
-CONVERTS says whether Triton converts e4m3 codes (``Launcher.converts_codes``). If it does not,
-kernels compute the same bytes with integer operations. Kernels also use integer operations in
-Triton's interpreter, whose conversion rounds wrongly.
+CONVERTS says whether Triton converts e4m3 codes (``Launcher.converts_codes``). If not, kernels
+compute the same bytes with integer operations. They also do so in Triton's interpreter, whose
+conversion rounds wrongly.
 """
 
 import torch
@@ -26,8 +26,8 @@ def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
     values along the last dimension share a scale.
 
     A scale is at least MIN_SCALE; the default is the minimum scale of the caches. The calling
-    kernels are bound by instructions as much as by memory, so NaN and infinity are left to
-    ``encode``, which saturates and returns 0x7F for NaN.
+    kernels are bound by instructions as much as by memory, so this function leaves NaN and infinity
+    to ``encode``, which saturates and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
     if EMULATE:  # max(x, NaN) is x on the GPU, but NaN in the interpreter
@@ -128,7 +128,7 @@ def _encode(values):
 @triton.jit
 def _decode(codes):
     """Compute ``decode`` with integers. A float32 that has a code in its lowest exponent bits and
-    highest significand bits has the value of the code times 2^-120, also for subnormal codes."""
+    highest significand bits has the value of the code times 2^-120, even for subnormal codes."""
     bits = codes.to(tl.int32)
     size = bits & 0x7F
     scaled = ((size << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -137,9 +137,9 @@ def _decode(codes):
 
 @triton.jit
 def decode_scaled(codes, factor):
-    """Return the bf16 products of uint8 codes and bf16 powers of two. The function computes two
-    products at a time, with a third of the instructions of ``decode``, because attention is bound
-    by instructions."""
+    """Return the bf16 products of uint8 codes and bf16 powers of two. Attention is bound by
+    instructions, so this function computes two products at a time, with a third of the instructions
+    of ``decode``."""
     if EMULATE:
         return (_decode(codes) * widen(factor)).to(tl.bfloat16)
     # per pair: move the codes to the upper bytes; fill the halves of NaN codes with ones; insert

@@ -1,15 +1,15 @@
 """Addresses in paged caches: the page and the row of a slot or of a position.
 
-Torch treats a tensor as written if a function returns values that it loaded from the tensor, and
-the address of a store depends on these values. A function that stores at slots therefore loads the
-slots itself, or takes slots that a kernel has loaded, and passes them to ``locate_slots``.
+If a function returns values that it loaded from a tensor, and the address of a store depends on
+these values, torch treats the tensor as written. A function that stores at slots therefore loads
+the slots itself, or takes slots that a kernel has loaded, and passes them to ``locate_slots``.
 """
 
 import triton
 import triton.language as tl
 
 MAX_POSITIONS = tl.constexpr(2**31 - 1)
-"""Valid positions are at least 0 and below this. A token with another position is padding."""
+"""Valid positions are at least 0 and below this number. Tokens at other positions are padding."""
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def compute_slots(page, row, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def prefetch_column(table, num_reqs, row, BLOCK_SIZE: tl.constexpr):
-    """For each of the first 32 requests, load the block-table entry of ``row`` into the L2.
+    """For each of the first 32 requests, load the block-table entry of ``row`` into the L2 cache.
 
     Each program calls this function for its own rows while it waits for the lengths of the
     requests. Together the programs load most entries that they will look up. The load is volatile,

@@ -19,8 +19,8 @@ WARPS = 4
 
 @triton.jit
 def insert_codes(source, dim_stride, mask, page_start, row, slot_valid, FORMAT: tl.constexpr):
-    """Load the bf16 rows at ``source`` that ``mask`` selects, quantise them, and store their codes
-    and scales in ``row`` of the pages at ``page_start`` where ``slot_valid``."""
+    """Load the bf16 rows at ``source`` that ``mask`` selects, quantise them, and store codes and
+    scales in ``row`` of the pages at ``page_start``, but only where ``slot_valid``."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
@@ -69,7 +69,7 @@ def quantize_and_insert_kernel(
     source = k + token.to(tl.int64) * row_stride
     page_start = k_cache + page * page_stride
     if CODE_DIM < HEAD_DIM:
-        # copy the RoPE values separately from the codes, in the layout of the load; load them
+        # copy the RoPE values separately from the codes, in the layout of their load; load them
         # first, because a load after the stores would wait for the stores
         lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
         words = source.to(tl.pointer_type(tl.int16), bitcast=True)

@@ -1,6 +1,6 @@
-"""Put activations into the order of K of matrix products with FP4 and FP8 weights.
+"""Put activations into the order of K in which kernels multiply FP4 and FP8 weights.
 
-In a step of 128 requests without fixed sizes, a copy by torch's ``permute`` took 5 us on an H200.
+With symbolic sizes, a copy by torch's ``permute`` took 5 us on an H200, in a step of 128 requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK, WARPS = 1024, 4
 
 @triton.jit
 def reorder_chunk(x, out, chunk, num_rows, REORDER: tl.constexpr):
-    """Write one chunk of ``reordered``. A chunk may span several rows.
+    """Write one chunk of the result of ``reordered``. A chunk may span several rows.
 
     Args:
         x: The address of the activations, and the strides of tokens, groups and values.
@@ -88,7 +88,7 @@ def reordered(launch: Launcher, x: Tensor, fp4: bool) -> Tensor:
 
 
 def _permuted(x: Tensor, fp4: bool) -> Tensor:
-    """Reorder with torch: in a graph of fixed sizes, Inductor fuses the copy with the op before."""
+    """Reorder with torch: in a graph of fixed sizes, Inductor fuses it with the previous op."""
     width, lead = int(x.shape[-1]), x.dim() - 1
     padding = round_up(width, step_size(fp4)) - width
     padded = torch.cat([x, x.new_zeros((*x.shape[:-1], padding))], -1) if padding else x

@@ -1,9 +1,9 @@
-"""Arguments that differ from call to call: Triton must not compile a kernel again for their values.
+"""Arguments that differ from call to call. Triton must not compile a kernel again for their values.
 
 Triton compiles a kernel again if an integer argument is 1, or a multiple of 16. The new kernel
 loads faster if the argument is a stride, or the bound of a mask along contiguous values. If the
 argument is a number of rows, the new kernel loads no faster, but a user would wait seconds for it
-at each new batch size and cache length.
+when a batch size or a cache length is first 1 or a multiple of 16.
 """
 
 SIZES_BUT_TOKENS = (

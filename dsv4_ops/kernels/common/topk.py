@@ -1,5 +1,5 @@
-"""Map scores to sort keys, which are integers of the same order, and find the threshold of the
-largest scores."""
+"""Map scores to sort keys (integers that have the order of the scores), and find the threshold of
+the largest scores."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def find_threshold(key, low, count_low, topk, max_selected):
     ``low``; this number exceeds ``max_selected``. Each step has two candidates for a new bound. For
     each candidate, the step counts the sort keys that are at least as large, with one reduction for
     both candidates. If the range is wide, the first candidates are four octaves and one octave
-    below the maximum, where most scores are, because bisecting all floats would take longer.
+    below the maximum. Most scores are there, so this takes fewer steps than bisecting all floats.
     """
     high = tl.max(key, axis=0) + 1
     count_high = 0

@@ -1,4 +1,4 @@
-"""Names of Triton and Gluon that differ between releases, 3.6 to 3.9.
+"""Names of Triton and Gluon that differ between the releases 3.6 to 3.9.
 
 Each entry says which releases have it. ``tests/kernels/test_compat.py`` checks that the installed
 release has all entries.
@@ -46,8 +46,8 @@ __all__ = [
 
 FUSION = {"enable_fp_fusion": True}
 """Option of every kernel: ``a * b + c`` may become one FMA. This is the default up to Triton 3.9,
-which warns that 3.10 changes it. Our published times were measured with this option, and the bits
-of results depend on it."""
+which warns that 3.10 changes the default. Our published times were measured with this option, and
+the bits of results depend on it."""
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, under TRITON_INTERPRET=1 (3.6 to 3.9)."""
@@ -189,8 +189,8 @@ def is_compiled(source: Any, target: GPUTarget, options: Any) -> bool:
 
 
 def compiled_folders(functions: Iterable[Any]) -> list[Path]:
-    """Return the folders in Triton's cache that have this process's binaries of ``functions``, and
-    all folders that have launchers.
+    """Return the folders in Triton's cache that hold this process's binaries of ``functions``, and
+    all folders that hold launchers.
 
     Triton 3.6 to 3.9 have ``JITFunction.device_caches``, and name the folders in this way.
     """

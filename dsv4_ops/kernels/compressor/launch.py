@@ -30,8 +30,8 @@ CHANNELS = 64
 """Channels of a long window per program."""
 
 SHORT_WARPS, LONG_WARPS, INSERT_WARPS = 1, 2, 4
-"""Warps of a program that compresses short windows, pools long windows, or inserts pooled rows.
-They are few, because each warp repeats the work per row. If a short window has many channels, a
+"""Warps of a program that compresses short windows, pools long windows, or inserts pooled rows. The
+warps are few, because each warp repeats the work per row. If a short window has many channels, a
 program has as many warps as the channels fill."""
 
 MAX_WARPS = 16
@@ -54,12 +54,12 @@ SHORT_TOKENS_SAVING, CHANNELS_SAVING, LONG_WARPS_SAVING = 8, 32, 1
 
 MIXED_WARPS = 4
 """If programs have at least this many warps, the programs that scan for completed windows cannot
-all run at once, so programs that save states are interleaved with them. With fewer warps, the
+all run at once. The programs that save states are then interleaved with them. With fewer warps, the
 programs that save states come last."""
 
 SAVED_EARLY = 7
 """The kernel that pools long windows saves the states of this many eighths of the tokens. The
-kernel that finishes rows saves the other states."""
+kernel that inserts rows saves the other states."""
 
 SHORT_SPACING, LONG_SPACING = 0, 2
 """Spacing of scanning programs if other programs save states: see ``assign_role``."""
@@ -97,8 +97,8 @@ def save_and_compress(launch: Launcher, *tensors: Tensor, **settings: Any) -> No
 
 
 def _launch(launch: Launcher, op: str, call: Call) -> None:
-    """Launch the kernels of ``op``. If the call has a ``state_slot_mapping``, extra programs of
-    these kernels save states, or a separate kernel saves them first."""
+    """Launch the kernels of ``op``. If the call has a ``state_slot_mapping``, states are saved: by
+    extra programs of these kernels, or by a separate kernel before them."""
     width, head_dim = int(call.ape.shape[1]), int(call.norm_weight.shape[0])
     k_cache, block_size, state_block_size = call.k_cache, call.block_size, call.state_block_size
     checks = Checks(op)

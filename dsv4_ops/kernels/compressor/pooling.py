@@ -1,6 +1,6 @@
 """Process one window: read its rows, pool them, then normalise, rotate and store the result.
 
-Groups of arguments besides those of ``kernels.common``:
+Groups of arguments, in addition to the groups of ``kernels.common``:
 
 - ``scores``: ``kv_score``, its row stride and its column stride;
 - ``states``: the cache of states, its block stride and its number of blocks;
@@ -74,8 +74,8 @@ def _read_batch_rows(
     first = kv_score + (token - (NUM_ROWS - 1)).to(tl.int64) * kv_stride
     offset = (row.to(tl.int64) * kv_stride)[:, :, None]
     row, dim = row[:, :, None], first_channel + tl.arange(0, DIM)[None, None, :]
-    # rows of the previous window have their values in the first columns; use a product, because
-    # Triton 3.9 treats the result of ``tl.where`` as unaligned
+    # rows of the previous window have their values in the first columns; compute the column by a
+    # product, because Triton 3.9 treats the result of ``tl.where`` as unaligned
     column = (row >= RATIO).to(tl.int32) * (WIDTH - HEAD_DIM) + dim
     start = tl.max_contiguous(first + (offset + column), [1, NEXT, VALUES])
     bias = tl.max_contiguous(ape + row % RATIO * WIDTH + column, [1, NEXT, VALUES])
@@ -87,8 +87,8 @@ def _read_rows(
     row, token, request, position, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return DIM channels, from ``first_channel`` on, of kv and biased score, [DEPTH, GROUPS, DIM],
-    for rows of the window that ``token`` completes. ``row`` [DEPTH, GROUPS] holds the indices of
+    """Return kv and biased scores, both [DEPTH, GROUPS, DIM], of rows of the window that ``token``
+    completes: DIM channels from ``first_channel`` on. ``row`` [DEPTH, GROUPS] holds the indices of
     the rows in the window. A row that does not exist has a kv of 0 and a score of -inf."""
     STATE_BLOCK: tl.constexpr = WINDOW[0]
     RATIO: tl.constexpr = WINDOW[1]

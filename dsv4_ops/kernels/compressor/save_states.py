@@ -1,5 +1,5 @@
-"""Save the compressor's states: copies of ``kv_score``, with a bias added to the second half, the
-scores. Other programs of the same launch may scan for completed windows."""
+"""Save the compressor's states: copies of ``kv_score``, with a bias added to the second half (the
+scores). Other programs of the same launch may scan for completed windows."""
 
 import torch
 import triton
@@ -67,7 +67,7 @@ def save_tile(
 
     Args:
         first_token: First token of the tile; the tile ends before ``num_tokens``.
-        part: Index of the tile among the tiles of the same tokens. Each of them saves other
+        part: Index of the tile among the tiles of the same tokens. These tiles save different
             columns.
         scores: ``kv_score``, its row stride and its column stride.
         ape: Bias of the second half of a state.

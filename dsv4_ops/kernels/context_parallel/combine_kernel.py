@@ -1,9 +1,9 @@
 """Merge, in one kernel, attention results of ranks that have different keys.
 
-The ranks map each other's memory. In the end, each rank has the results of some heads. A row is a
-token and a head, and a tile is some rows of each rank's heads. A program writes its partial results
-for the heads of another rank to the memory of that rank, and merges the partial results that it
-receives. ``exchange`` says why no rank reads too early or overwrites unread data.
+The ranks map each other's memory. In the end, each rank has the merged results of its own heads. A
+row is a token and a head, and a tile is some rows of each rank's heads. A program writes its
+partial results for the heads of another rank to the memory of that rank, and merges the partial
+results that it receives. ``exchange`` says why no rank reads too early or overwrites unread data.
 """
 
 import triton
@@ -20,7 +20,7 @@ from dsv4_ops.kernels.context_parallel.exchange import (
 )
 
 LSE_OFFSET = TILE
-"""Offset of the log-sum-exps in a buffer."""
+"""Offset in bytes of the log-sum-exps in a buffer."""
 
 
 @triton.jit

@@ -18,10 +18,10 @@ tile t + 2 only after it has received this rank's flag of tile t + 1, and this r
 that flag after its last read of tile t. So kernels and layers of all shapes may share a workspace.
 
 Why waiting ranks do not block each other: programs send before they wait, and GPUs start programs
-in the order of their numbers. Of the unfinished programs of all ranks, consider the one with the
-lowest number, and its first unfinished tile. On every other rank, the program with that number
-runs, or will run because all programs before it have ended. That program sends without waiting.
-Besides, GPUs with NVLink run all programs at once, two per SM.
+in the order of their numbers. Consider the unfinished program with the lowest number on any rank,
+and its first unfinished tile. On every other rank, the program with that number runs, or will run
+because all programs before it have ended. That program sends without waiting. Besides, GPUs with
+NVLink run all programs at once, two per SM.
 
 Why the failure of a rank stops the other ranks: they trap after the group's timeout. If they
 returned NaN instead, the model would sample tokens from NaN. After a trap, the next call of the
@@ -39,9 +39,9 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 PROGRAMS = tl.constexpr(256)
 """Maximum number of programs; an SM runs two at once."""
 COUNTS = tl.constexpr(1024)
-"""Offset of the programs' tile counts, which follow the addresses of up to 128 ranks."""
+"""Offset in bytes of the programs' tile counts, which follow the addresses of up to 128 ranks."""
 DATA = tl.constexpr(2048)
-"""Offset of the buffers, which follow the tile counts; the flags follow the buffers."""
+"""Offset in bytes of the buffers, which follow the tile counts; the flags follow the buffers."""
 TILE = tl.constexpr(16384)
 """Maximum bytes of a tile."""
 PART = tl.constexpr(16384 + 128)
@@ -85,7 +85,7 @@ def buffer_address(base, program, count, distance, WORLD: tl.constexpr):
 @triton.jit
 def raise_flags(workspace, program, count, RANK: tl.constexpr, WORLD: tl.constexpr):
     """Tell all other ranks that this program has written its tile to them. One instruction raises
-    all flags, because each release would wait until earlier writes have arrived."""
+    all flags, because every release waits until earlier writes have arrived."""
     tl.debug_barrier()  # all writes of the program precede its flags
     distance = tl.arange(1, 1 + triton.next_power_of_2(WORLD - 1))
     receiver = (RANK + distance) % WORLD

@@ -19,7 +19,7 @@ TILE_BYTES = (2048, 4096, 8192, int(TILE))
 """Bytes per tile. A call with few bytes has small tiles, so that many programs share the bytes."""
 
 FEW_PROGRAMS = 128
-"""A call has the smallest tiles that need no more programs than this."""
+"""A call has the smallest tiles that need at most this many programs."""
 
 
 class _Source(NamedTuple):
@@ -81,8 +81,8 @@ def gather(
 
 
 def _as_integers(part: Tensor, dim: int, is_aligned: bool) -> _Source:
-    """Return ``part`` as integers of the largest size that divides the size of a row, the row
-    stride and, unless the part is aligned, the address."""
+    """Return ``part`` as integers of the largest size (up to 8 bytes) that divides the size of a
+    row, the row stride and, unless the part is aligned, the address."""
     rows, inner = prod(part.shape[:dim]), prod(part.shape[dim:])
     flat = part.reshape(rows, inner)
     if flat.stride(1) != 1:

@@ -16,8 +16,7 @@ NO_ROW = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _find_bound(row, mask, count):
-    """Return the lowest ``bound`` such that at least ``count`` of the rows that ``mask`` selects
-    are at most ``bound``."""
+    """Return the ``count``-th smallest of the rows that ``mask`` selects."""
     low, high = tl.full((), 0, tl.int32), tl.full((), NO_ROW - 1, tl.int32)
     while low < high:
         middle = low + (high - low) // 2

@@ -59,7 +59,7 @@ PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
 """Pipeline stages of a program that reads a weight once for two blocks of an expert, keyed by
 weight bits and rows per block. With so few stages, two blocks need no more shared memory than one
 block, except with FP8 weights, for which two blocks need only 17 KB in all. With even routing, few
-experts have two blocks."""
+experts have two blocks, so few programs run with these stages."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """Columns of K per step with bf16 weights, keyed by the rows of a block."""
@@ -88,7 +88,7 @@ SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
 """Block size for a symbolic number of rows, keyed by weight bits."""
 
 ROWS_BY_SHARED = {226 * 1024: MAX_ROWS, 145 * 1024: 64, 0: 32}
-"""Maximum block size, keyed by the bytes of shared memory that programs with such blocks need."""
+"""Maximum block size, keyed by the shared memory per program, in bytes, that the GPU must allow."""
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def _gate_up(
     TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of activations. Return the tile's product, whose rows are gates and ups.
+    """Compute and store a tile of activations; return its product, whose rows are gates and ups.
 
     Args:
         x: Rows and their scales, each with a stride, and the experts per token.
@@ -333,7 +333,7 @@ def _down(
     CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the product with the down weight, store each row of the result at its index
-    in the batch, and return the tile. The arguments are those of ``_gate_up``, but ``x`` does not
+    in the batch, and return the tile. The arguments are as in ``_gate_up``, but ``x`` does not
     include the number of experts per token, and ``out`` includes no stride."""
     sorted_rows, block, start, expert, n_start = work
     ROWS: tl.constexpr = TILE[0]

@@ -121,7 +121,7 @@ def expert_plan(
     pairs: bool = False,
 ) -> ExpertPlan:
     """Compute the plan. With ``pairs``, an expert's blocks form pairs: in ``expert_of_block``, the
-    entry of the first block of a pair is the expert plus PAIR, and that of the second block is
+    entry of the first block of a pair is the expert plus PAIR, and the entry of the second is
     -1."""
     return _plan(launch, topk_ids, num_experts, block_size, pairs, None, False)[0]
 

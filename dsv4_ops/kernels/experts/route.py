@@ -58,8 +58,8 @@ def router_products_kernel(
 
 @triton.jit
 def _sqrt_softplus(logits):
-    """Compute sqrt(softplus), also accurately for small results: multiply log(1 + y) by
-    y / ((1 + y) - 1), which corrects the rounding of 1 + y."""
+    """Compute sqrt(softplus). For accurate small results, multiply log(1 + y) by y / ((1 + y) - 1),
+    which corrects the rounding of 1 + y."""
     y = tl.exp(tl.minimum(logits, 20.0))
     one_plus = 1.0 + y
     is_small = one_plus == 1.0

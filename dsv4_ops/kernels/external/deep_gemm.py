@@ -3,8 +3,8 @@ selects rows by these logits.
 
 DeepGEMM checks no values, so we replace absent pages by page 0 before the call, and the logits of
 such pages by -inf after the call. If a call passes no ``schedule``, we compute one. DeepGEMM
-compiles its kernels when they first run, and its functions are no torch ops, so no package can call
-them.
+compiles its kernels when they first run, and its functions are not torch ops, so no package can
+call them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def packaged() -> bool:
 
 
 def lowered() -> dict[Any, Any]:
-    """Return the library's op for each op of ours: none, as the library has no ops."""
+    """Return an empty dict, because the library has no ops that could replace ours."""
     return {}
 
 
@@ -130,7 +130,7 @@ def indexer_logits(
     if num_tokens == 0 or num_rows == 0:
         return weights.new_empty((num_tokens, num_rows))
     table, table_rows = (block_table, req_indices), block_table.shape[1] * block_size
-    lens = lens.reshape(-1)  # one token per row, because a row of tokens may span requests
+    lens = lens.reshape(-1)  # one token per row: a row of several tokens could span requests
     arguments = (*table, lens, num_blocks, torch.sym_min(table_rows, num_rows))
     pages, page_lens = opaque_op.kernel_or_reference(list_pages, launch, q.device)(*arguments)
     rows = (weights.contiguous(), page_lens, pages, schedule)

@@ -2,7 +2,7 @@
 
 FlashMLA checks no values, so we first set absent slots to -1, which FlashMLA skips. FlashMLA makes
 a plan in every call that passes none. FlashMLA's planner reads the lengths, so its plan is right
-for one set of lengths only. So is a plan that ``flash_mla_metadata`` made. A plan that
+only for these lengths. The same holds for a plan that ``flash_mla_metadata`` made. A plan that
 ``flash_mla_plan`` made depends on sizes alone, so it is right for any lengths: with such a plan,
 FlashMLA gets no lengths, and we set the entries past the lengths to -1.
 """
@@ -38,7 +38,7 @@ from dsv4_ops.reference.sparse_mla import apply_inverse_rope
 
 WIDTH = MainLayout.head_dim
 KEYS = 64
-"""Keys per step of FlashMLA. Lists are padded to a multiple of this."""
+"""Keys per step of FlashMLA. Lists are padded to a multiple of this number."""
 
 _SCHEDULE = 5
 """Index of the schedule among the arguments of the decode."""
@@ -122,7 +122,7 @@ def _prefill_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def num_sm_parts(device: torch.device, heads: int) -> int:
     """Return the number of parts into which FlashMLA divides its work: 64 times the number of SMs,
-    divided by the number of heads."""
+    divided by the number of heads; 1 if ``device`` is not a GPU."""
     if device.type != "cuda":
         return 1
     return max(torch.cuda.get_device_properties(device).multi_processor_count * 64 // heads, 1)
@@ -134,7 +134,7 @@ prefill = opaque_op.define("_flash_mla_prefill", _PREFILL, _prefill, _prefill_fa
 
 
 def lowered() -> dict[Any, Any]:
-    """Return the library's op for each op of ours. Compiled code calls the library's op."""
+    """Return the library's op for each op of ours, for compiled code; nothing if it has no ops."""
     if not packaged():
         return {}
     library = _library()
@@ -265,7 +265,7 @@ def mla_sparse(
         kv_cache = kv_cache.new_zeros((1, *kv_cache.shape[1:]))
     q, slots = _dense(q), prepared.slots[:, None]
     if is_fp8:
-        # lengths, which FlashMLA refuses with these rows, sink, plan and a second cache
+        # no lengths (FlashMLA refuses them with these rows), sink, plan or second cache
         none = (None,) * 7
         rows = kv_cache[:, :, None]
         out, lse, _, _ = decode(q[:, None], rows, slots, *none, WIDTH, softmax_scale)
@@ -346,8 +346,8 @@ def _attend(launch: Any, call: DecodeCall, plan: Tensor | None) -> SparseMla:
 
 
 def _finish(launch: Any, out: Tensor, lse: Tensor, *rotation: Tensor | None) -> SparseMla:
-    """Set the lse of heads without keys to -inf, and apply inverse RoPE if there are angles.
-    ``rotation``: positions and angles."""
+    """Set the lse of heads without keys to -inf. If ``rotation`` has positions and angles, apply
+    inverse RoPE."""
     positions, cos_sin_cache = rotation or (None, None)
     kernels = opaque_op.kernel_module(out.device)
     rotates = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim

@@ -147,8 +147,8 @@ def list_pages_kernel(
     max_len, out, lens_out,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the block-table row of a token's request, with block 0 for absent blocks, and clamp the
-    token's length."""
+    """Copy the block-table row of a token's request, with block 0 for absent blocks. Copy the
+    token's length, at most ``max_len``."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -172,8 +172,8 @@ def compact_pages_kernel(
     out, out_columns, lens_out,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the existing blocks of a token's request without gaps, padded with zeros. Count
-    the token's rows in these blocks."""
+    """Store the existing blocks of a token's request without gaps, padded with zeros. Store the
+    number of the token's rows in these blocks."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)

@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 from dsv4_ops.core.layout import round_up
 from dsv4_ops.reference.linear import quantized, scale_values
 
-# values of torch.nn.functional.ScalingType and SwizzleType, which Dynamo of 2.11 cannot trace
+# values of torch.nn.functional.ScalingType and SwizzleType, which Dynamo in torch 2.11 cannot trace
 BLOCKS_1X128, BLOCKS_128X128, NO_SWIZZLE = 4, 5, 0
 
 ROWS = 8
-"""Rows are padded to a multiple of this, because cublasLt refuses a single row."""
+"""Rows are padded to a multiple of this number, because cublasLt refuses a single row."""
 
 
 def fp8_linear(

@@ -61,8 +61,8 @@ def gather_indexer_kernel(
     ROWS: tl.constexpr, PROBES: tl.constexpr,
 ):  # fmt: skip
     """Gather a tile of ROWS rows. To find the requests of these rows, the program loads PROBES
-    request boundaries at once. If there are more boundaries, the program loads evenly spaced
-    boundaries. Each row searches for its request only if a boundary may lie inside the tile."""
+    request boundaries at once: all of them or, if there are more, evenly spaced ones. Each row
+    searches for its request only if a boundary may lie inside the tile."""
     wait_for_previous_kernel()
     begin = tl.program_id(0) * ROWS
     index = begin + tl.arange(0, ROWS)

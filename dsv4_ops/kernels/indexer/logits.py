@@ -34,7 +34,7 @@ STEP = 128
 
 ROWS = 512
 """Logits of a token per program of the paged kernel. If keys are converted to bf16, a tile holds
-half as many keys; a program of a small call then computes half as many logits."""
+half as many keys, and in a small call a program computes half as many logits."""
 
 _FEW = 4 * PROGRAMS * ROWS
 

@@ -84,9 +84,9 @@ def score_codes(codes, scale, query, weight, CONVERTS: tl.constexpr):
 def load_tile_pages(
     table_row, start, stop, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Load the pages of at least ROWS rows from ``start`` on, which is a multiple of STEP. Load one
-    page per tile of STEP rows, or one per block if a tile has two blocks; -1 from ``stop`` on.
-    ``table_row``: the request's row of the block table and its stride.
+    """Load the pages of at least ROWS rows from ``start`` on (a multiple of STEP): one page per
+    tile of STEP rows, or one per block if a tile has two blocks; -1 from ``stop`` on. For other
+    block sizes, load nothing. ``table_row``: the request's row of the block table and its stride.
 
     The pages are loaded before the loop over the tiles, because in the loop the loads of keys would
     wait for the loads of pages."""

@@ -34,13 +34,13 @@ GROUPS = 8
 
 WIDE, WIDE_GROUP = 1024, 8192
 """Lists of at least WIDE keys are merged in groups of WIDE_GROUP keys, because one merge holds few
-such lists. So rows of up to 32768 keys need no more passes than with narrow lists."""
+such lists. So rows of up to 32768 keys need no more passes than they need with narrow lists."""
 
 MIN_PART = 256
 """Minimum keys of a part."""
 
 SHORT_PART = 200
-"""Use one merge for a row if its parts then have at most SHORT_PART * num_tokens keys.
+"""Use one merge for a row if its parts then have at most SHORT_PART * num_tokens keys each.
 
 Times on an H100 with top 512 and one token per request: 32 requests of 32k keys take 29.4 us, and
 48.5 us with several merges; 14 requests of 128k keys take 53.4 us, and 57.1 us with several merges.
@@ -49,20 +49,20 @@ merge."""
 
 STORED_TOPK, STORED_BYTES = 2048, 2**29
 """If topk is at least STORED_TOPK, the keys of all scores are stored, unless the workspace would
-exceed STORED_BYTES. Of NVIDIA's GPUs, this applies to Hopper only: on others, the bits of a score
-may depend on the number of warps of a program."""
+exceed STORED_BYTES. NVIDIA's GPUs other than Hopper store no keys, because there the bits of a
+score may depend on the number of warps of a program."""
 
 SAMPLE, DEVIATIONS = 8192, 5
 """Maximum number of keys in the sample of a row; and number of standard deviations by which the
-expected number of kept keys exceeds topk. So fewer than topk are kept of one row in millions."""
+expected number of kept keys exceeds topk. So only one row in millions keeps too few keys."""
 
 KEEP_PARTS, KEEP_PROGRAMS, KEEP_STEP, KEEP_WARPS = 32, 264, 2048, 8
 """Maximum number of parts of a row, target number of programs, keys per step, and warps of the
 kernel that keeps keys."""
 
 KEPT_CAPACITY, KEPT_WARPS = 8192, 16
-"""Maximum keys (kept, or all of a row) that a program selects from, unless 2 * topk is more; and
-warps."""
+"""Maximum number of keys (kept keys, or all keys of a row) that a program selects from, unless 2 *
+topk is more; and warps."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
 """If the kernel reads logits: keys per step, and minimum number of keys of a part."""
@@ -124,7 +124,7 @@ class _Scratch:
 
     def merge(self, table: tuple[Any, ...], block_size: int, slots: bool) -> torch.Tensor:
         """Merge the lists of the parts; return indices, or slots if ``slots``. ``table`` holds
-        request indices and a block table, with their strides, and the table's columns.
+        request indices and a block table, with their strides, and the table's width.
 
         A launch that would have nothing to merge is omitted, or has one program if sizes are
         symbolic."""
@@ -216,8 +216,8 @@ def indexer_select(
 
 
 def _stores(num_tokens: int, num_rows: int, topk: int) -> int:
-    """Whether the keys of all scores are stored: 1 or 0; for symbolic sizes, a symbol with one of
-    these values. Then both variants are launched, and one of them has empty grids."""
+    """Return 1 if the keys of all scores are stored, else 0; for symbolic sizes, return a symbol.
+    Both variants are then launched, and one of them has empty grids."""
     # a row has its scores, its sample, and lists of kept keys and of their rows
     workspace = 4 * num_tokens * (3 * num_rows + SAMPLE)
     stores: int = positive(STORED_BYTES + 1 - workspace) if topk >= STORED_TOPK else 0

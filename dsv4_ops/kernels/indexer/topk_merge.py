@@ -25,11 +25,11 @@ def partition(
     width of a list, and whether a list has all keys of its part. A row of up to ``topk`` keys is
     one part.
 
-    Lists are as wide as one merge of MERGE_CAPACITY keys allows, so that only the merge has to be
-    exact. If the lists of a row have more keys than MERGE_CAPACITY, they are first merged in GROUPS
-    groups, GROUP_CAPACITY keys at a time.
+    Lists are as wide as one merge of MERGE_CAPACITY keys allows, so that the first pass need not
+    select exactly ``topk`` keys. If the lists of a row have more keys than MERGE_CAPACITY, they are
+    first merged in GROUPS groups, GROUP_CAPACITY keys at a time.
     """
-    # if parts stay short, make only as many as fit one merge, because two merges cost more
+    # if parts stay short, make only as many parts as fit one merge, because two merges cost more
     if SHORT_PART > 0:
         merged_part = (count + MAX_LISTS - 1) // MAX_LISTS
         is_short = merged_part <= SHORT_PART * num_tokens
@@ -265,7 +265,7 @@ def merge_parts_kernel(
     BLOCK_SIZE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the result of every row with several parts, as indices, or as slots if SLOTS. The token
-    of such a row is not padding, so the block table has its request."""
+    of a row with several parts is not padding, so the block table has its request."""
     wait_for_previous_kernel()
     token = tl.program_id(0)
     table = block_table

@@ -1,13 +1,13 @@
 """First pass of the selection: reduce every part of a row to a list of the part's largest keys. The
 kernels read keys as logits, or compute them as scores.
 
-A program has a scratch row of CAPACITY keys and indices. The program appends keys in order, absent
-keys too, so that the loop over loads need not count keys; the index of a key follows from the key's
-slot. When the scratch row is full, the program reduces the row to at most MAX_WIDTH keys.
+A program has a scratch row of CAPACITY keys and indices. The program appends all keys in order,
+including absent keys. So the loop over loads need not count keys, and a key's slot determines its
+index. When the scratch row is full, the program reduces it to at most MAX_WIDTH keys.
 
-The number of keys of a row decides where keys are stored. torch treats a tensor as written if the
-result of a function that gets its pointer reaches a store. So the kernels themselves load lengths
-and positions, and device functions do not.
+The number of keys of a row decides where keys are stored. Torch treats a tensor as written if a
+device function gets the tensor's pointer and the function's result reaches a store. So lengths and
+positions are loaded by the kernels themselves, not by device functions.
 """
 
 import triton
@@ -52,8 +52,9 @@ def finish_part(scratch, fill, head, base, parts, width, table_row, out, topk, S
 def store_all_keys(
     keys, table_row, num_blocks, count, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Store equal keys for the ``count`` rows of a token, which are all selected, whatever their
-    scores. ``table_row``: the request's row of the block table and its stride."""
+    """All ``count`` rows of a token are selected, whatever their scores: store equal keys for the
+    rows that exist, and ABSENT_KEY for the other rows. ``table_row``: the request's row of the
+    block table and its stride."""
     table, column_stride = table_row
     slot = tl.arange(0, WIDTH)
     page = tl.load(table + (slot // BLOCK_SIZE) * column_stride, mask=slot < count, other=-1)

@@ -1,15 +1,15 @@
 """A wide selection in three kernels: one stores the keys of all scores, one keeps the keys that may
 be selected, and one selects from the kept keys. A key is the sortable integer of a score.
 
-A program that both computes scores and selects many of them would need so many registers that an SM
-would run only one such program, and scoring would be half as fast as in ``indexer_logits``.
+One kernel for both scores and a wide selection would need so many registers that an SM would run
+only one program. Scoring would then be half as fast as in ``indexer_logits``.
 
 The first kernel also stores a sample of every row. A lower bound of the kept keys follows from the
-sample: so low that a row hardly ever keeps fewer than ``topk`` keys, and so high that the last
-kernel can hold the kept keys in registers. If a row keeps too few or too many keys, for example
-because most of its keys are equal, the last kernel reads all of its keys. So the result depends on
-the keys alone, never on the sample. The last kernel also reads all keys of a short row, which it
-can hold in registers.
+sample. The bound is so low that a row hardly ever keeps fewer than ``topk`` keys, and so high that
+the last kernel can hold the kept keys in registers. If a row keeps too few or too many keys, for
+example because most of its keys are equal, the last kernel reads all of its keys. So the result
+depends on the keys alone, never on the sample. The last kernel also reads all keys of a short row,
+which it can hold in registers.
 """
 
 import triton
@@ -42,7 +42,7 @@ def score_keys_kernel(
     STAGES: tl.constexpr, CONVERTS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Score up to ROWS rows of a token that sees more than ``topk`` rows. Store their keys in
-    ``scores``, and store the keys of the sample also in ``samples``."""
+    ``scores``, and also store the keys of the sample in ``samples``."""
     wait_for_previous_kernel()
     programs = (num_rows + ROWS - 1) // ROWS
     token = (tl.program_id(0) // programs).to(tl.int64)
@@ -92,11 +92,11 @@ def _sample_shift(count, SAMPLE: tl.constexpr):
 
 @triton.jit
 def _find_cut(key, shift, topk, DEVIATIONS: tl.constexpr):
-    """Return a lower bound of the keys to keep of a row, from a sample of one in 2^shift keys.
+    """From a sample of one in 2^shift keys of a row, return a lower bound of the keys to keep.
 
     If ``rank`` samples are kept, the number of kept keys has a standard deviation of up to
-    ``sqrt(rank)`` samples, in units of 2^shift keys. The expected number exceeds ``topk`` by
-    DEVIATIONS times this deviation."""
+    ``sqrt(rank)`` times 2^shift keys. The expected number exceeds ``topk`` by DEVIATIONS times this
+    deviation."""
     each = (1 << shift).to(tl.float32)
     wanted = topk / each
     spread = DEVIATIONS * DEVIATIONS * (1 - 1 / each)
@@ -120,9 +120,9 @@ def keep_keys_kernel(
     RATIO: tl.constexpr, SAMPLE: tl.constexpr, DEVIATIONS: tl.constexpr, STEP: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List up to ``capacity`` keys to keep of a part of a row, and their rows; a row has
-    ``max_parts`` parts. Store the number of keys to keep, and their lower bound. Rows of up to
-    CAPACITY keys need no list."""
+    """For one of the ``max_parts`` parts of a row, list up to ``capacity`` keys to keep, and their
+    rows. Store the number of keys to keep, and their lower bound. Rows of up to CAPACITY keys need
+    no list."""
     wait_for_previous_kernel()
     token = (tl.program_id(0) // max_parts).to(tl.int64)
     part = tl.program_id(0) % max_parts
@@ -255,8 +255,8 @@ def _emit_kept(lists, total, low, table_row, out, topk, SIZES: tl.constexpr):
 
 @triton.jit
 def _reduce_chunk(keys, indices, head, source, start, length, low, topk, CAPACITY: tl.constexpr):
-    """Select the top k of the ``head`` keys of a list, and of ``length`` more from ``start`` of
-    ``source`` on. Return the number of selected keys and a lower bound of them."""
+    """Select the top k among the ``head`` keys of a list and ``length`` keys of ``source``, from
+    ``start`` on. Store them in the list; return their number and a lower bound of them."""
     slot = scratch_slots(head, CAPACITY)
     is_kept = slot < head
     row = start + slot - head

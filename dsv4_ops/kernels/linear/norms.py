@@ -1,6 +1,5 @@
-"""A product with FP8 weights whose result is two vectors per token, each of which is normalised.
-The kernel that adds the partial sums of the splits of K also normalises, because it has all values
-of a token."""
+"""A product with FP8 weights. The result is two vectors per token, each normalised. The kernel that
+adds the partial sums of the splits of K also normalises, because it has all values of a token."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Launch MLA over all or selected rows: split the keys of each token over programs, then
+"""Launch MLA over all rows or over selected rows: split the keys of each token over programs, then
 combine."""
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
 maximum number of splits."""
 
 PARTS, MAX_ROWS_IN_PARTS = 4, 1024
-"""If a call has up to MAX_ROWS_IN_PARTS rows (a token and a head each), PARTS programs combine each
-row; each program combines some of the row's values."""
+"""A row is a token and a head. If a call has up to MAX_ROWS_IN_PARTS rows, PARTS programs combine
+each row; each program combines some of the row's values."""
 
 
 class Call(NamedTuple):
@@ -126,7 +126,7 @@ _HOPPER_SETTINGS = (
 
 
 def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> bool:
-    """Whether Hopper's kernel supports the call: rows of 576 values, bf16 or FP8."""
+    """Return whether Hopper's kernel supports the call: aligned rows of 576 values, bf16 or FP8."""
     q, cache = call.q, call.kv_cache
     is_plain = settings["layout"] == PlainLayout.tag
     dtype_fits = q.dtype == torch.bfloat16 or not is_plain
@@ -144,11 +144,11 @@ def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def group_of(call: Call, batch_invariant: bool) -> int:
-    """Return the size of a group: the number of tokens of a request that share a program.
+    """Return the size of a group: the maximum number of tokens of a request that share a program.
 
     The heads of a group's tokens should fill the rows of a program. But if the sizes are known, a
-    group has at most the mean number of tokens per request: every token has a program, and the
-    programs of all tokens but the group's first do nothing."""
+    group has at most the mean number of tokens per request. Every token has a program; the programs
+    of all tokens but the group's first do nothing."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     if call.query_start_loc is None or call.plan is not None or batch_invariant:
         return 1
@@ -193,13 +193,13 @@ def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) 
 
 
 def _batch_decides(settings: Mapping[str, Any]) -> bool:
-    """Whether the splits may depend on the batch."""
+    """Return whether the splits may depend on the batch."""
     return settings["num_splits"] == 0 and not settings["batch_invariant"]
 
 
 def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, free: bool) -> None:
-    """Combine the splits. ``free`` says that the splits may depend on the batch. Then several
-    programs combine each row of a small batch."""
+    """Combine the splits. If the splits may depend on the batch (``free``), several programs
+    combine each row of a small batch."""
     num_tokens, num_heads, rank = results[0].shape
     few = isinstance(num_tokens, int) and num_tokens * num_heads <= MAX_ROWS_IN_PARTS
     parts = PARTS if free and few and rank == RANK else 1
@@ -207,8 +207,8 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
 
 
 def _row_arguments(call: Call) -> tuple[Any, ...]:
-    """Return two tuples of arguments that both kernels take: for rows, tables and scales, and for
-    the plan."""
+    """Return two tuples of arguments that both kernels take: one for rows, tables and scales, and
+    one for the plan."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (

@@ -31,7 +31,7 @@ def mla_expand_kernel(
     EVEN: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the product of latents and weight. Result rows from ``num_valid`` on are
-    zeros; a tile that has only such rows skips the product."""
+    zeros; a tile with only zero rows skips the product."""
     wait_for_previous_kernel()
     column_tiles = (columns + COLUMNS - 1) // COLUMNS
     group = tl.program_id(0) // (column_tiles * SIDE_BY_SIDE)

@@ -34,8 +34,8 @@ def _load_float32(tensor, token, mask, dim):
 
 @triton.jit
 def _scales(tiles, FINITE_MAX: tl.constexpr, UE8M0: tl.constexpr):
-    """Return the scale of the values along the last dimension: amax / 448, where amax ignores NaN.
-    With UE8M0, round the scale up to a power of two."""
+    """Return the scale of the values along the last dimension: their amax without NaN, divided by
+    448. With UE8M0, round the scale up to a power of two."""
     magnitudes = tl.minimum(tl.abs(tl.where(tiles != tiles, 0.0, tiles)), FINITE_MAX)
     amax = tl.max(magnitudes, axis=-1)
     scale = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32))

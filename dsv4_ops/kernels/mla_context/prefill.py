@@ -34,7 +34,7 @@ def mla_prefill(
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
     target = launch.target(q.device)
     queries, keys, stages, warps = _LARGE_TILE if target.large_tiles else _SMALL_TILE
-    # two more spans than requests: the tokens before the first, and those after the last request
+    # two more spans than requests: tokens before the first request, tokens after the last one
     tiles = num_tokens // queries + num_reqs + 2
     launch(mla_prefill_kernel)[tiles, num_heads](
         *strided(q, k_nope, k_pe, v, query_start_loc, cu_seq_lens),

@@ -145,7 +145,7 @@ def mla_prefill_kernel(
     key_stop = tl.load(bounds + cu_stride, mask=is_request, other=0)
     key_start = tl.minimum(tl.maximum(key_start, 0), num_k)
     key_stop = tl.minimum(tl.maximum(key_stop, 0), num_k)
-    # one past the last key that all queries of the tile see; one past the last that any sees
+    # one past the last key that all queries of the tile see, and that any of them sees
     common_stop = key_stop
     max_stop = key_stop
     key_limit = tl.zeros((QUERIES,), dtype=tl.int32) + key_stop

@@ -76,8 +76,8 @@ def list_rows_kernel(
 ):  # fmt: skip
     """List the workspace rows that a token sees, with -1 for absent rows, and store the list's
     length up to the last row that exists. Without HAS_TOPK, a list has an entry for every row of
-    the block table. So the kernel writes COLUMNS entries at a time only until the token's last row
-    is written; no kernel reads the later entries."""
+    the block table. The kernel then stops after the token's last row (it writes COLUMNS entries at
+    a time); no kernel reads the later entries."""
     wait_for_previous_kernel()
     swa = (swa_table, swa_table_stride, swa_column_stride, swa_max_blocks)
     extra = (extra_table, extra_table_stride, extra_column_stride, extra_max_blocks)

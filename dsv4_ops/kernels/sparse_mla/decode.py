@@ -131,11 +131,11 @@ def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
     """Return the number of keys in a unit, for splits of the Triton kernel: half a block if that
-    shortens the longest split, else a block. In the Hopper kernel, half a block would take as long
-    as a block.
+    shortens the longest split, else a block. Only the Triton kernel has half blocks: in the Hopper
+    kernel, half a block would take as long as a block.
 
-    A comparison of symbolic sizes would add guards to a graph. For such sizes, return half a block,
-    because half blocks gain more for small batches than they cost large batches."""
+    A comparison of symbolic sizes would add guards to a graph. For symbolic sizes, return half a
+    block, because half blocks gain more for small batches than they cost large batches."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
         return KEY_TILE // 2
     whole, halves = (_longest_split(programs, widths, unit) for unit in (KEY_TILE, KEY_TILE // 2))
@@ -212,7 +212,7 @@ def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
         return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
-    # if splits depend on the batch, a call with several per token has at most PROGRAMS programs
+    # if the batch decides, a call with several splits per token has at most PROGRAMS programs
     capacity = PROGRAMS if batch_decides else programs
     if isinstance(splits, int) and splits == 1:
         capacity = 0

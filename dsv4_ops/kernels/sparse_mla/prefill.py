@@ -28,8 +28,8 @@ WARPS = 8
 """Warps of a program of the Triton kernel."""
 
 SMALL_HEAD_TILE = 16
-"""Heads of a program of the Triton kernel on a datacenter Blackwell, where more heads would
-spill."""
+"""Heads of a program of the Triton kernel on GPUs with neither ``large_tiles`` nor ``mma_sync``,
+such as datacenter Blackwell, where more heads would spill."""
 
 LISTED = 512
 """Number of selected rows that a program checks at a time to find the last visible row."""
@@ -97,7 +97,7 @@ def attend_to_copy(
 def launch_prefill(
     launch: Launcher, on_hopper: bool, call: PrefillCall, splits: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Launch one program per split of a token and tile of heads; return ``out`` and ``lse``."""
+    """Launch one program per split of each token and tile of heads; return ``out`` and ``lse``."""
     q, attn_sink = call.q, call.attn_sink
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
     if on_hopper and q.stride(2) != 1:

@@ -51,7 +51,7 @@ def _splits_of(tiles, size):
 
 @triton.jit
 def _candidates(total, longest, programs):
-    """Return the candidate sizes of a split: those of Hopper's in-kernel tile scheduler."""
+    """Return the candidate sizes of a split, as Hopper's in-kernel tile scheduler computes them."""
     mean = tl.maximum((total + programs - 1) // programs, 1)
     index = tl.arange(0, _SIZES)
     sizes = ((mean * (_STEPS + index % _STEPS) << (index // _STEPS)) + _STEPS - 1) // _STEPS

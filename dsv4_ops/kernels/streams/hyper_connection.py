@@ -30,16 +30,16 @@ many warps on every GPU. Otherwise a thread would spill 0.5 to 4.5 KB of registe
 
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum number of programs for a large batch; minimum and maximum number of column steps of a
-program that takes several. A program adds its steps to one partial sum. A program takes one step if
-the minimum number of steps would leave too few programs, or if several steps need too much shared
-memory."""
+program that takes several steps. A program adds its steps to one partial sum. A program takes one
+step if the minimum number of steps would leave too few programs, or if several steps need too much
+shared memory."""
 
 STAGES = 2
 """Column steps that are in shared memory at a time if a program takes several steps: Triton's
 three-stage pipeline holds two."""
 
 END_WARPS = 8
-"""Warps of a program that collapses the streams of a token, if a stream has up to 4096 columns."""
+"""Warps of a program that collapses a token's streams of up to 4096 columns; otherwise 16."""
 
 PARTS = {False: 128, True: 32}
 """Number of partial sums that are added at a time. The key says whether programs take several
@@ -58,8 +58,8 @@ def stream_products_kernel(
     WIDTH: tl.constexpr, COUNT: tl.constexpr, MIXED: tl.constexpr, WEIGHTS: tl.constexpr,
     SUMS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Mix the streams, and multiply some columns of each stream by ``fn``, COLUMNS at a time. The
-    column after the products holds the sum of squares.
+    """With MIXED, mix the streams. Multiply some columns of each stream by ``fn``, COLUMNS at a
+    time. The column after the products holds the sum of squares.
 
     COUNT is the number of streams, WEIGHTS is the number of rows of ``fn``, and SUMS is one more
     than WEIGHTS, rounded up to a power of two, at least 16."""

@@ -101,8 +101,8 @@ def _combine_in_steps(
     tensors, token, first_split, splits, head, num_heads,
     FLAGS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits in steps. STEPS holds a small and a large size of a step. Steps are small
-    if all splits fit into one small step, because masked loads cost time."""
+    """Combine the splits in steps. STEPS holds a small and a large step size. If all splits fit
+    into one small step, the small size is used, because masked loads cost time."""
     SMALL: tl.constexpr = STEPS[0]
     STEP: tl.constexpr = STEPS[1]
     if SMALL == STEP:
@@ -221,7 +221,7 @@ def combine(
     if plan is None:  # a symbolic ``splits`` may be 1: then one program per head does nothing
         rows = programs = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
         steps = (_step(splits, MAX_STEP * parts),) * 2
-    else:  # a plan begins with the first splits of split tokens, each of which adds an extra row
+    else:  # a plan begins with a row per split token; each such token also has an extra row
         rows = plan.shape[0] - num_tokens
         max_programs = torch.sym_min(num_tokens, max(PROGRAMS // num_heads, 1))
         programs = torch.sym_max(max_programs, (rows + ROWS - 1) // ROWS)

@@ -109,8 +109,8 @@ def softmax_step(logits, row_max, row_sum):
 
 @triton.jit
 def unfused(values):
-    """Return ``values``, but hide from Triton that they are a matrix product. Triton would fuse the
-    product with a sum that follows."""
+    """Return ``values``, but hide from Triton that they are a matrix product. Otherwise Triton
+    would fuse the product with the sum that follows."""
     if EMULATE:
         return values
     return tl.inline_asm_elementwise(
@@ -131,9 +131,9 @@ def recompute(values):
 
 @triton.jit
 def prefetch(pointers, mask):
-    """Prefetch the cache lines at these pointers into L2. The result is zeros, which the caller
-    must use in a store: the assembly is declared pure, because torch does not analyse kernels with
-    impure assembly, and Triton drops pure assembly whose result is unused."""
+    """Prefetch the cache lines at these pointers into L2. The assembly is declared pure, because
+    torch does not analyse kernels with impure assembly. Triton drops pure assembly whose result is
+    unused, so the caller must use the result, zeros, in a store."""
     flags = mask.to(tl.int32)
     if EMULATE:
         return flags * 0
@@ -149,9 +149,9 @@ def prefetch(pointers, mask):
 
 @triton.jit
 def prefetch_keys(rows, enabled, FORMAT: tl.constexpr):
-    """If ``enabled``, prefetch what ``load_keys`` will read of these rows; return the zeros of
-    ``prefetch``. A row may begin anywhere in a line, so the prefetch can miss the line with the
-    row's last bytes."""
+    """If ``enabled``, prefetch what ``load_keys`` will read of these rows. Return the zeros that
+    ``prefetch`` returns. A row may begin anywhere in a line, so the prefetch can miss the line with
+    the row's last bytes."""
     ROW: tl.constexpr = FORMAT[0]
     ROW_BYTES: tl.constexpr = FORMAT[1]
     SCALE_BYTES: tl.constexpr = FORMAT[4]
@@ -204,8 +204,8 @@ def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr)
     turning the sum of the four products into a chain of products. ``block`` is never negative.
     Triton does not know that; if it did, it would remove the branches.
 
-    MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product, including
-    those with P, is then in a branch of its own, so that Triton assigns warps to both dimensions.
+    With MMA_SYNC, warps multiply with ``mma.sync``, from registers. Each product, with keys or with
+    P, is then in a branch of its own, so that Triton assigns warps to both dimensions.
     """
     q0, q1, q2, q3 = queries
     acc0, acc1, acc2, acc3, row_max, row_sum = state
@@ -275,7 +275,7 @@ def store_heads(target, head_valid, values, FIRST: tl.constexpr):
 @triton.jit
 def amax_of(values):
     """Return the amax of all heads; ignore NaN. For an amax per head, Triton would choose layouts
-    that make the loop spill."""
+    with which the loop spills registers."""
     magnitude = tl.abs(values)
     if EMULATE:  # max(x, NaN) is x on the GPU, but NaN in the interpreter
         magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)

@@ -27,7 +27,7 @@ MIN_LANES = 32
 program by up to 0.7 us, so ``num_lanes`` depends on the number of tokens."""
 
 MIN_UNITS = 4
-"""Tokens are split by their lengths only if a token can have at least this many units of keys."""
+"""Tokens are split by their lengths only if a token can have this many units (``Work.unit``)."""
 
 FIXED_SPLIT = 4
 """Number of units per split in a batch-invariant call."""
@@ -81,22 +81,22 @@ def empty_partials(q: Tensor, capacity: int, width: int) -> tuple[Tensor, Tensor
 def num_splits_of(
     programs: int, units: int, unit: int, num_splits: int, batch_invariant: bool
 ) -> int:
-    """Return the number of splits per token: enough to fill the GPU, or, if ``batch_invariant``, a
-    number that does not depend on other tokens."""
+    """Return the number of splits per token: ``num_splits`` if it is positive. Otherwise the splits
+    fill the GPU or, if ``batch_invariant``, their number does not depend on other tokens."""
     if num_splits > 0:
         return num_splits
     if batch_invariant:
         return (units + FIXED_SPLIT - 1) // FIXED_SPLIT
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
-    splits = (units + longest - 1) // longest  # more would not shorten the longest split
+    splits = (units + longest - 1) // longest  # more splits would not shorten the longest one
     saved = units - longest  # must exceed the cost of a combine: KEY_TILE keys
     return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEY_TILE // unit))
 
 
 def schedule_of(q: Tensor, units: int, tiles: int) -> TileSchedule | None:
-    """Return the in-kernel schedule of a batch with block tables; None for a very small or very
-    large batch, in which all tokens have the same number of splits.
+    """Return the in-kernel schedule of a batch with block tables. Return None for a very small or
+    very large batch, or for few units: all tokens then have the same number of splits.
 
     With symbolic sizes, ``by_lengths`` is a symbol.
     """

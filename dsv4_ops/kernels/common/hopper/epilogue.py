@@ -15,7 +15,7 @@ _MIN_SCALE, _MAX_SCALE = gl.constexpr(1e-30), gl.constexpr(1e37)
 values."""
 
 _CHUNK, _ROPE = gl.constexpr(16), gl.constexpr(64)
-"""Number of heads per store, and of columns that inverse RoPE rotates."""
+"""Number of heads per store, and number of columns that inverse RoPE rotates."""
 
 _OUT_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 _PAIR_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
@@ -36,7 +36,7 @@ class Output:
 @aggregate
 class Partial:
     """Addresses for the partial results of a split. ``scale`` has a value per row; the other fields
-    are those of ``Output``."""
+    are as in ``Output``."""
 
     out: Scalar
     lse: Scalar

@@ -2,8 +2,8 @@
 Each partition computes the logits and the softmax of one block of a pair, and accumulates half of
 the output over both blocks.
 
-P tiles need no barrier of their own: a P tile is free when the KV half that the tile multiplies is
-free. A program may process several items; an item is a token and a tile of heads. Pairs and items
+No barrier says that a P tile is free: it is free when the KV half that it multiplies is free. A
+program may process several items; an item is a token and a tile of heads. Pairs and items
 (``iteration``) are counted from the start of the program, because barriers keep their phases from
 item to item.
 """
@@ -34,8 +34,8 @@ LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
 """Halves of a row, and of the output; each partition accumulates one half."""
 
 EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
-"""Blocks of a pair. The left partition computes the logits of the even block, the right partition
-those of the odd block."""
+"""Blocks of a pair. The left partition computes the logits of the even block; the right partition
+computes the logits of the odd block."""
 
 COPY_THREADS = gl.constexpr(128)
 """Threads that copy: each arrives at the barrier of half a block when its copies are done."""
@@ -86,8 +86,8 @@ class Rope:
 
 @gluon.jit
 def allocate(ARRIVALS: gl.constexpr):
-    """Allocate the shared memory and the barriers of a program; ARRIVALS threads arrive when KV is
-    ready."""
+    """Allocate the shared memory and the barriers of a program. ARRIVALS is the number of arrivals
+    that complete a ``kv_ready`` barrier."""
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
@@ -121,7 +121,7 @@ def allocate(ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _barrier(ARRIVALS: gl.constexpr):
-    """Allocate one barrier, alone in its allocation: barriers that share an allocation would
+    """Allocate one barrier in an allocation of its own. Barriers that share an allocation would
     synchronise all threads."""
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=ARRIVALS)

@@ -17,6 +17,6 @@ WARPS = 4
 
 
 def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
-    """Whether the call runs in a Gluon kernel. ``coded``: whether a Gluon kernel can read the
-    rows."""
+    """Return whether the call runs in a Gluon kernel. ``coded``: whether a Gluon kernel can read
+    the rows."""
     return coded and not INTERPRETED and launch.target(q.device).is_hopper

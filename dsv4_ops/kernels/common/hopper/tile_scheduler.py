@@ -1,5 +1,5 @@
-"""In-kernel split-KV tile scheduler: each program derives its work tile, one split of one token,
-from the lengths of all tokens.
+"""In-kernel split-KV tile scheduler. Each program derives its work tile from the lengths of all
+tokens; a work tile is one split of one token.
 
 The scheduler needs no launch of its own. With the scheduler, the time of a ragged batch depends on
 the sum of the contexts, not on the longest context. Every warp computes the whole schedule, which
@@ -18,8 +18,8 @@ _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_S
 _START, _CLASSES = gl.constexpr(tiles.START_TILES), gl.constexpr(tiles.CLASSES)
 _LIST_COLUMNS = gl.constexpr(tiles.COMBINE_COLUMNS)
 _MOST_TILES = gl.constexpr(2**15)
-"""Maximum number of key blocks that are counted for a token, so that costs stay below _NEVER and
-numbers of splits are exact in float32."""
+"""Maximum number of key blocks that are counted for a token. With this limit, costs stay below
+_NEVER, and numbers of splits are exact in float32."""
 
 _NEVER = gl.constexpr(2**24)
 
@@ -141,7 +141,7 @@ def schedule_by_lengths(
     program, programs, is_writer = grid.program, grid.programs, grid.is_writer
     num_split_tokens, token = program * 0, gl.minimum(program, num_tokens)
     split, splits, first_partial = num_split_tokens, num_split_tokens + 1, num_split_tokens
-    # otherwise splitting gains nothing: splits and a combine take as long as the longest token
+    # split tokens only if splits and a combine take less time than the longest token
     if (longest - _COMBINE - 1) * gl.maximum(wave, num_tokens) >= total:
         size = _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT)
         num_split_tokens, list_row, token, split, splits, first_partial = _work_tile(
@@ -155,8 +155,8 @@ def schedule_by_lengths(
 
 @gluon.jit
 def _class(tiles, size):
-    """Return the class of each token: 0 for tokens with several splits, then ascending from long to
-    short tokens."""
+    """Return the class of each token: 0 for tokens with several splits. The other classes ascend
+    from long to short tokens."""
     shares = tiles * (_CLASSES - 2) // size
     return gl.where(tiles > size, 0, _CLASSES - 1 - gl.minimum(shares, _CLASSES - 2))
 

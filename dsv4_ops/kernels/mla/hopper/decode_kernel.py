@@ -165,10 +165,10 @@ def _copy_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.cons
 
 @gluon.jit
 def _scale_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Copy the queries as float16. Multiply each row by a power of two, so that the row's amax is
-    at least 2^14, unless it was tiny. Then values down to 2^-31 of the amax keep all their bits.
-    Return the inverse scales, by which the caller multiplies the logits. The two partitions
-    exchange the amax of their halves."""
+    """Copy the queries as float16. Multiply each row by a power of two, so that the row's amax
+    becomes at least 2^14, unless the amax is tiny. Then values down to 2^-31 of the amax keep all
+    their bits. Return the inverse scales, by which the caller multiplies the logits. The two
+    partitions exchange the amax of their halves."""
     start, valid = _query_rows(q, tile, GROUP)
     start, valid = start[:, None], valid[:, None]
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
@@ -219,8 +219,8 @@ def _row_lengths(lens, tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
-    """Return the amax over both halves of each row. The partitions meet at the barriers of P, not
-    at those of ``reduce_row_sum``: of the latter, a partition could miss a phase."""
+    """Return the amax over both halves of each row. The partitions meet at the barriers of P. At
+    the barriers of ``reduce_row_sum``, a partition could miss a phase."""
     amax_smem, p_ready = smem.row_sum, smem.barriers.p_ready
     amax_smem.index(2 + block).store(amax)
     mbarrier.arrive(p_ready[block])
@@ -354,9 +354,8 @@ def hopper_mla_decode_kernel(
     SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token, or of a group of tokens of one request, over one split of
-    the keys. The arguments are those of ``mla_decode_kernel``. The values of a query are
-    contiguous, and queries and rows begin at multiples of 16 bytes. A split is a whole number of
-    block pairs.
+    the keys. The arguments are as in ``mla_decode_kernel``. The values of a query are contiguous,
+    and queries and rows begin at multiples of 16 bytes. A split is a whole number of block pairs.
     With SCHEDULED, LANES is at least the number of tokens, and GROUP is 1. The TILES head tiles of
     a split run at the same time, so that all but one of them read the keys from the L2."""
     wait_for_previous_kernel()
@@ -374,7 +373,7 @@ def hopper_mla_decode_kernel(
         if not valid:
             return
     elif SCHEDULED:
-        splits = gl.to_tensor(splits)  # may be a constant
+        splits = gl.to_tensor(splits)  # ``splits`` may be a constant
         grid = Grid(program, gl.num_programs(0) // TILES, head_tile == 0)
         if by_lengths > 0:
             lens, requests = PerToken(seq_lens, len_stride), PerToken(req_indices, req_stride)

@@ -1,8 +1,8 @@
 """Producer of dense MLA rows in FP8. It loads words of codes, and stores float16 values, or bf16
 values for rows with scales.
 
-The producer loads half of the latents of a block at a time. Of each of two rows, a thread then
-holds 64 codes, and 16 codes of the RoPE columns. The next half is loaded while the current half is
+The producer loads half of the latents of a block at a time. A thread then holds 64 codes of each of
+two rows, and 16 codes of their RoPE columns. The next half is loaded while the current half is
 stored.
 """
 
@@ -127,9 +127,9 @@ def prefetch_line(address, valid):
 @gluon.jit
 def _prefetch(pages, block, entries):
     """Prefetch the pages that begin in a block of keys. If a page has more rows than a block,
-    prefetch the rows of the block, or nothing if a page may end within a block. With ``slots``,
-    prefetch rows by lines, because a warp issues bulk prefetches one at a time, but prefetches many
-    lines at once."""
+    prefetch only the rows of the block, or nothing if a page may end within a block. With
+    ``slots``, prefetch rows by lines, because a warp issues bulk prefetches one at a time, but
+    prefetches many lines at once."""
     ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
     if pages.slots:
         rows = locate_rows(pages, block, entries, WORD_ROW)
@@ -171,9 +171,9 @@ def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _load_next_half(rows, HALF: gl.constexpr, loaded, zero, FORMAT: gl.constexpr):
-    """Load half of the latents after the previous half, ``loaded``, has arrived. The hardware has
-    one counter for all loads, so a wait for earlier loads would also wait for later loads. ``zero``
-    is 0, but the compiler does not know that."""
+    """Load half of the latents; if rows have scales, only after the previous half, ``loaded``, has
+    arrived. The hardware has one counter for all loads, so a wait for earlier loads would also wait
+    for later loads. ``zero`` is 0, but the compiler does not know that."""
     if FORMAT == SCALED:
         nothing = loaded.right_scale.to(gl.int32, bitcast=True) & zero
         rows = Rows(rows.start + nothing * 16, rows.position)

@@ -48,7 +48,7 @@ def _load_codes(row, dim, mask, DTYPE: tl.constexpr, CONVERTS: tl.constexpr):
 
 @triton.jit
 def _load_scaled_codes(row, kv_valid, LORA: tl.constexpr, CONVERTS: tl.constexpr):
-    """Load latents as bf16 [keys, LORA]. A scale per 128 codes follows the codes of a row."""
+    """Load latents as bf16 [keys, LORA]. After its codes, a row has one scale per 128 codes."""
     GROUP: tl.constexpr = 128
     dim = tl.arange(0, LORA)
     codes = tl.load(row[:, None] + dim[None, :], mask=kv_valid[:, None], other=0)

@@ -93,8 +93,8 @@ def count_blocks(first, stop, swa_tiles):
 
 @gluon.jit
 def _columns(split, block, FIRST: gl.constexpr):
-    """Return the list columns of half a block of keys, whether the list is the window's or the
-    extra list, and the column of this list at which the split ends."""
+    """Return the list columns of half a block of keys, whether their list is the window's list
+    (else the extra list), and the column at which the split ends in that list."""
     first, stop, swa_tiles = split.first, split.stop, split.swa_tiles
     in_window = block < split.window_blocks
     extra_block = gl.maximum(first, swa_tiles) + (block - split.window_blocks)
@@ -224,7 +224,7 @@ def hopper_split_keys_kernel(
     SCHEDULED: gl.constexpr, LANES: gl.constexpr, INVERSE_ROPE: gl.constexpr, ROW: gl.constexpr,
     SCALE_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of one token over one split of its keys. The arguments are those of
+    """Compute the attention of one token over one split of its keys. The arguments are as in
     ``split_keys_kernel``; ``q_dim_stride`` is 1, and a split is a whole number of blocks. If the
     kernel schedules tokens by their lengths, LANES is at least the number of tokens. A program
     returns early if its row of the plan holds no split."""
@@ -241,7 +241,7 @@ def hopper_split_keys_kernel(
             return
         partial_index = first + split
     elif SCHEDULED:
-        splits = gl.to_tensor(splits)  # may be a constant
+        splits = gl.to_tensor(splits)  # ``splits`` may be a constant
         grid = Grid(gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0)
         if by_lengths > 0:
             batch = Batch(

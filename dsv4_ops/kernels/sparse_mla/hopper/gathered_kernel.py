@@ -1,6 +1,6 @@
-"""Attention of each token to listed bf16 rows, for Hopper, with one persistent program per SM. One
-partition copies, and two partitions attend. An item is a token and a tile of heads. The keys of the
-next item are copied while the results of the current item are written."""
+"""Attention of each token to listed bf16 rows, for Hopper, with at most one persistent program per
+SM. One partition copies, and two partitions attend. An item is a token and a tile of heads. The
+keys of the next item are copied while the results of the current item are written."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -70,7 +70,7 @@ def _attend(
         first += pairs
         row_sum = reduce_row_sum(HALF, first, iteration, row_sum, smem)
         inverse = inverse_denominator(row_max, row_sum, smem.sink.index(iteration & 1), HAS_SINK)
-        # free the queries after the exchange of row sums, so that no partition is an item ahead
+        # free the queries after the exchange of row sums: no partition may get an item ahead
         mbarrier.arrive(q_free)
         first_head = (item % head_tiles) * HEADS
         heads = num_heads - first_head  # only this many heads are written
@@ -96,7 +96,7 @@ def hopper_gathered_keys_kernel(
     SOFTMAX_SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
     """Compute the attention of each token over its list of rows. Rows and queries begin at
-    multiples of 16 bytes, and the values of each are contiguous."""
+    multiples of 16 bytes, and their values are contiguous."""
     wait_for_previous_kernel()
     smem = allocate(COPY_THREADS + 1)
     num_heads = gl.to_tensor(num_heads)

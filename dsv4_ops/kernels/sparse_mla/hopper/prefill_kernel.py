@@ -52,8 +52,8 @@ class Pages:
 
 @aggregate
 class Selection:
-    """Extra rows of a token: the number of rows that it sees; length, address and stride of the
-    list of selected rows."""
+    """Extra rows of a token: the number of extra rows that the token sees; length, address and
+    stride of the list of selected rows."""
 
     num_visible: Scalar
     length: Scalar
@@ -176,8 +176,8 @@ def hopper_prefill_keys_kernel(
     SCALE_BYTES: gl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token over one of ``splits`` splits of its keys. The arguments
-    are those of ``prefill_keys_kernel``; ``q_dim_stride`` is 1. With several splits, a program
-    writes a partial result."""
+    are as in ``prefill_keys_kernel``; ``q_dim_stride`` is 1. With several splits, a program writes
+    a partial result."""
     wait_for_previous_kernel()
     token = (gl.program_id(0) // splits).to(gl.int64)
     split = gl.program_id(0) % splits
