@@ -24,8 +24,7 @@ def enable() -> None:
     engines. A second call of this function does nothing.
 
     Raises:
-        ImportError: torch-tensorrt is missing, lacks TensorRT's libraries, or has an unsupported
-            version.
+        ImportError: torch-tensorrt is missing or unsupported, or lacks TensorRT's libraries.
     """
     if guard.is_enabled():
         return
@@ -43,7 +42,7 @@ def _replace_passes(names: Mapping[str, Any]) -> None:
 
 
 def _replace_backend(names: Mapping[str, Any]) -> None:
-    """If our ops write in a graph, trace it as torch-tensorrt traces distributed models."""
+    """For graphs in which our ops write, use torch-tensorrt's trace mode for distributed models."""
     backends, original = names["backends"], names["aot_backend"]
     # writes to inputs stay in the graph, where `keep_writes` finds them
     in_place = functools.partial(names["aot_autograd"], keep_inference_input_mutations=True)

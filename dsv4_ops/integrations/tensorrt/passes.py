@@ -23,7 +23,7 @@ def keep_writes(gm: GraphModule, settings: Any = None) -> GraphModule:
     """Replace writes with ops that torch-tensorrt neither removes nor moves.
 
     An op of ours writes in place if it writes to a whole input or buffer whose old values no later
-    node reads. The results of other ops, and of writes through a view, are still copied back.
+    node reads. The results of all other writes, such as writes through a view, are copied back.
     """
     _Writes(gm.graph).run()
     gm.graph.lint()
@@ -64,8 +64,8 @@ class _Writes:
                 self._copy_back(node)
 
     def _skip_copies(self) -> None:
-        """Remove functional copies that change neither dtype, device nor shape. A second
-        decomposition of a program adds such copies."""
+        """Remove functional copies that do not change dtype, device or shape. A second
+        decomposition of a program adds these copies."""
         for node in list(self.graph.nodes):
             if node.target is _COPIED and not _is_cast(*node.args[:2]):
                 node.replace_all_uses_with(node.args[1], propagate_meta=False)

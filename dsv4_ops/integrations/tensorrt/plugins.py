@@ -57,7 +57,7 @@ def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str,
     experimental, and need Triton, and torch-tensorrt 2.13 or later with TensorRT's plugins. Call
     this function after ``enable`` and before you compile. ``apply_rope`` needs an x in bfloat16 or
     float32 whose last dimension is a power of two. ``indexer_logits`` needs the layout "plain", at
-    most 64 heads and no schedule. Calls that do not fit stay in PyTorch segments.
+    most 64 heads and no schedule. Other calls of the three ops stay in PyTorch segments.
 
     Args:
         capability: Compute capability of the GPU that runs the engines; by default, that of the
@@ -235,7 +235,7 @@ def _compiled(
 ) -> Kernel:
     from dsv4_ops.kernels.aot.compile import Argument, compiled
 
-    # specialise neither addresses nor integers, because one engine runs with any of them
+    # do not specialise addresses or integers, because they change between runs of an engine
     first, last = (
         [Argument.tensor(dtype, aligned=False) for dtype in dtypes] for dtypes in (inputs, outputs)
     )

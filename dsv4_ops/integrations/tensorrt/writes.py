@@ -31,7 +31,7 @@ def _define(name: str, schema: str, function: Any) -> OpOverload:
 
 @functools.cache
 def write_op(name: str) -> OpOverload:
-    """Return the op that runs op ``name`` and returns its results, then its mutated arguments."""
+    """Return an op that runs the op ``name``, and returns its results and mutated arguments."""
     spec = OPS[name]
     arguments = spec.schema.removeprefix(spec.name).rpartition(" -> ")[0][1:-1]
     after = "Tensor[] after" if "*" in arguments.split(", ") else "*, Tensor[] after"

@@ -154,8 +154,8 @@ def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
 
 
 def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """Return a forward for Hugging Face's attention. In calls by ``run_layers``, the forward runs
-    our attention."""
+    """Return a forward for Hugging Face's attention. The forward runs our attention in calls by
+    ``run_layers``, and ``before`` in other calls."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
         context = rest.pop("dsv4_ops", None)

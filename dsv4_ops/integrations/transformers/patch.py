@@ -50,31 +50,31 @@ def patch(
     ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM`` (GLM-5). Parameters, state dict and
     classes stay as they are, and the model can still be copied, saved and pickled. A call without a
     ``PagedCache`` runs Hugging Face's attention, unless ``score`` is True. ``generate`` makes a
-    ``PagedCache`` instead of a ``DynamicCache`` or ``StaticCache``, unless
-    ``cache_implementation="dynamic"``.
-    ``generate_batch`` and managers of Hugging Face's continuous batching run all of their requests
-    from one ``PagedCache`` (transformers 5.19 or newer).
+    ``PagedCache`` instead of a ``DynamicCache`` or ``StaticCache``, unless you pass
+    ``cache_implementation="dynamic"``. ``generate_batch`` and managers of Hugging Face's continuous
+    batching run all of their requests from one ``PagedCache`` (transformers 5.19 or newer).
 
     Hooks, PEFT adapters, parametrizations and replaced modules keep working, except on modules that
     our ops replace. Our ops replace ``q_b_norm``, ``kv_b_proj`` (except in V4), and all parts of
-    ``compressor`` and ``indexer`` but their projections; a step raises if such a module was
-    changed. Linear layers that are no plain ``nn.Linear`` keep their precision. Hugging Face's
+    ``compressor`` and ``indexer`` but their projections; a step raises if one of these modules was
+    changed. Linear layers of other classes than ``nn.Linear`` keep their precision. Hugging Face's
     tensor parallelism works (``tp_plan="auto"``). ``patch`` refuses a model that the library
     ``accelerate`` split or offloaded.
 
-    A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
+    A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs the ops
     ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``, without kernels from Hugging Face's hub.
     ``patch`` reads all codes and scales once on their device. ``patch`` refuses NaN and infinities,
     and scales that are missing, transposed or negative. Experts in bfloat16 on a GPU also run
-    ``experts``, unless a gradient is needed, ``set_experts_implementation`` chose another
-    implementation, or the mean number of rows per expert exceeds 256.
+    ``experts``, unless ``precision`` or ``impl`` is "reference", a gradient is needed,
+    ``set_experts_implementation`` chose another implementation, or the mean number of rows per
+    expert exceeds 256.
 
     Args:
         model: The model, which ``patch`` changes.
         kv: How the cache stores keys: "fp8", "bf16" or "fp32". "fp8" takes 584 bytes per row for V4
             (FlashMLA's layout), and 576 bytes per row with one scale per layer for V3 and V2. V3
-            and V2 also have "ds_fp8": 656 bytes per row with four scales. For V3.2 and GLM-5, "fp8"
-            means that layout, and their indexer keys are in FP8 unless ``kv`` is "fp32".
+            and V2 also have "ds_fp8": 656 bytes per row with four scales. V3.2 and GLM-5 use these
+            656 bytes for "fp8", and store indexer keys in FP8 unless ``kv`` is "fp32".
         precision: "serve" follows DeepSeek's official code where Hugging Face differs from it,
             "reference" follows Hugging Face, and a ``Recipe`` sets each computation.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),
@@ -92,19 +92,19 @@ def patch(
         parallel: Ranks that share the cache of every request (context parallelism). Each rank
             stores a part of the rows, and all ranks run the same steps. If Hugging Face's tensor
             parallelism split the heads over the same ranks, each rank gathers all queries and keeps
-            the outputs of its own heads. V3, V3.2, GLM-5 and V2 then need ``q_b_proj`` and
-            ``kv_b_proj`` "colwise", ``o_proj`` "rowwise", and an indexer that is not split. V4
-            needs ``o_b_proj`` "rowwise" and these "colwise": ``q_b_proj``, ``sinks``, ``o_a_proj``,
-            and the indexer's ``q_b_proj`` and ``weights_proj``. V4 then runs from a ``PagedCache``
-            only.
+            the outputs of its own heads. V3, V3.2, GLM-5 and V2 then need "colwise" for
+            ``q_b_proj`` and ``kv_b_proj``, "rowwise" for ``o_proj``, and an indexer that is not
+            split. V4 needs "rowwise" for ``o_b_proj``, and "colwise" for ``q_b_proj``, ``sinks``,
+            ``o_a_proj``, and the indexer's ``q_b_proj`` and ``weights_proj``. With split heads, V4
+            runs only from a ``PagedCache``.
         query: "fp8" quantises the absorbed queries of V3 and V2 (with kv "fp8") to e4m3 with one
             scale per layer. The scale is the buffer ``dsv4_ops_q_scale`` of the layer's attention,
             and is 1 until you set it. The ranks of ``parallel`` gather half the bytes, but results
-            are less exact and steps are not faster. None keeps queries in bfloat16.
+            are less exact than with None, and steps are no faster. None keeps queries in bfloat16.
         score: Whether a call ``model(**inputs)`` without a cache also makes a ``PagedCache``, and
-            runs as one prefill step. Loss and log-likelihoods, such as those of lm_eval, then show
-            what ``kv``, ``precision`` and ``impl`` cost. Such calls have no gradient and cannot be
-            compiled.
+            runs as one prefill step. Loss and log-likelihoods (for example in lm_eval) then show
+            the effects of ``kv``, ``precision`` and ``impl``. These calls have no gradient and
+            cannot be compiled.
 
     Returns:
         ``model``.

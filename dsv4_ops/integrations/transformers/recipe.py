@@ -13,12 +13,12 @@ class Recipe:
     """Which computations follow DeepSeek's official code, and which follow Hugging Face.
 
     ``Recipe.serve()`` follows the official code, and ``Recipe.reference()`` follows Hugging Face.
-    In a float32 model, only ``shared_expert_clamp`` makes a difference. V3 and V2 read only
-    ``norms_float32``, ``rope_float32``, ``logits_float32`` and, for experts in bf16 on a GPU,
-    ``swiglu_float32``.
+    In a float32 model, only ``shared_expert_clamp`` and ``rope_float32`` change results.
 
     ``activations``, ``activation_scale`` and ``expert_activations`` are for models with FP8 and FP4
-    weights. In such models, SwiGLU is always in float32.
+    weights, whose routed experts always compute SwiGLU in float32. Besides these three fields, all
+    families but V4 read only ``norms_float32``, ``rope_float32``, ``logits_float32`` and, for
+    experts in bf16 on a GPU, ``swiglu_float32``.
 
     Three other differences have no field. The official code multiplies the input of an expert's
     last projection by the routing weight, and Hugging Face multiplies the output. The official code
@@ -29,7 +29,8 @@ class Recipe:
     Args:
         norms_float32: Multiply by a norm's weight in float32 and round once, as Hugging Face does
             since transformers 5.18.
-        rope_float32: Keep cosines and sines in float32, not in the model's dtype.
+        rope_float32: Compute cosines and sines in float64, and keep them in float32. If False,
+            compute them in float32, and round them to the model's dtype.
         compressor_float32: Let the compressor's projections return float32.
         router_float32: Compute router logits and scores in float32.
         swiglu_float32: Compute SwiGLU of all experts in float32, and round once.

@@ -94,8 +94,8 @@ _HARMLESS = {
 """Fields that have no effect on an answer. Such a field may have any value."""
 
 _TEXTS = {"text", "input_text", "output_text"}
-"""Types of parts of a content that Hugging Face's handlers read for a model of texts. They would
-drop other parts without a word."""
+"""Types of content parts that Hugging Face's handlers read for a text model. The handlers would
+drop parts of other types silently."""
 
 _CAUSED_BY_BODIES = (
     AttributeError, KeyError, RecursionError, TypeError, ValueError, TemplateError,
@@ -106,10 +106,10 @@ _prompt_tokens: ContextVar[list[int] | None] = ContextVar("prompt_tokens", defau
 """The tokens of a prompt that a client sent as tokens. Hugging Face's handler takes only texts."""
 
 _SECONDS_TO_END = 5
-"""After a signal, the server waits this long for requests that run, and then cancels them."""
+"""After a signal, the server waits this many seconds for running requests, then cancels them."""
 
 _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
-"""Routes of Hugging Face's server that we remove, because they are for other models."""
+"""Routes of Hugging Face's server that we remove: the server runs one text model until it ends."""
 
 
 class Server(Serve):  # type: ignore[misc]  # transformers is untyped
@@ -125,11 +125,11 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         kv: See ``patch``.
         precision: See ``patch``.
         max_cache_len: Maximum tokens of a request, including its prompt.
-        max_requests: Maximum requests of a step. The cache has as many rows, unless
-            ``max_batch_tokens`` is smaller.
+        max_requests: Maximum requests of a step. The cache has ``max_requests`` rows, or
+            ``max_batch_tokens`` rows if that is fewer.
         max_batch_tokens: Maximum tokens of a step.
-        num_blocks: Blocks of the cache; None allocates enough blocks for all rows or, on a GPU, at
-            most as many blocks as fit.
+        num_blocks: Blocks of the cache. None allocates enough blocks for all rows; on a GPU, it
+            allocates fewer if the memory is too small.
         max_queue: Maximum requests that wait or run; the server refuses more.
         compile: Backend of ``torch.compile`` for the steps, or None.
         graphs: Whether CUDA graphs run the steps on a GPU.
@@ -292,8 +292,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         return patch(model, **self._patch)
 
     def _check_precision(self, checks: Checks, config: Any, device: Any) -> None:
-        """Refuse ``quantized`` for plain weights, and FP8 weights that only ``load_quantized`` can
-        load."""
+        """Refuse ``quantized`` for plain weights, and require it for FP8 weights that only
+        ``load_quantized`` can load."""
         stored = getattr(config, "quantization_config", None)
         if self.quantized and stored is None:
             raise checks.error(
@@ -302,7 +302,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
                 got=f"{self.path}, whose config has no quantization_config",
                 do="Start the server without it",
             )
-        # on a CPU, Hugging Face dequantises V4, but fails for V3, where a scale covers half a block
+        # on a CPU, Hugging Face dequantises V4 and fails for V3, whose kv_a_proj ends in a block
         loads = torch.device(device).type == "cuda" or config.model_type == "deepseek_v4"
         if not self.quantized and not loads and (stored or {}).get("quant_method") == "fp8":
             raise checks.error(
@@ -315,7 +315,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
     def _check_memory(
         self, checks: Checks, config: Any, device: Any, num_blocks: int, sizes: dict[str, int]
     ) -> None:
-        """Refuse a cache that exceeds the memory of the device, even without the weights."""
+        """Refuse a cache that alone, without the weights, exceeds the memory of the device."""
         settings: dict[str, Any] = {**sizes, **self._patch, "device": "meta"}
         one, two = (
             sum(PagedCache(config, num_blocks=n, **settings).memory().values()) for n in (1, 2)
@@ -335,8 +335,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             )
 
     def _only_own(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Let ``load``, which loads the processor, refuse other models. ``_load`` runs only
-        after ``load``."""
+        """Let ``load``, which loads the processor, refuse other models. ``_load`` runs after
+        ``load``, and so gets no other model."""
 
         def checked(name: str, *args: Any, **rest: Any) -> Any:
             if name != self._name_of_model():
@@ -371,8 +371,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         )
 
     def _checked(self, handler: Any, needed: str) -> Callable[..., Any]:
-        """Answer with HTTP 400 if Hugging Face's handler cannot read a body, or would ignore a
-        field."""
+        """Return a function that calls Hugging Face's handler, but answers HTTP 400 if the handler
+        cannot read a body, or would ignore a field."""
         handle, ignored = handler.handle_request, handler._unused_fields
 
         async def run(body: Any, request_id: str) -> Any:
@@ -412,8 +412,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             raise self.manager.background_thread_status.fatal_error or RuntimeError(result.error)
 
     def _harden(self, max_queue: int) -> None:
-        """Answer bad requests with clear errors, and cancel the requests of clients that
-        disconnect."""
+        """Answer bad requests with clear errors, cancel the requests of clients that disconnect,
+        and remove ``_NO_ROUTES``."""
         for handler, needed in (
             (self._chat_handler, "messages"),
             (self._completion_handler, "prompt"),
@@ -446,7 +446,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
     Args:
         manager: The manager, already started.
         max_queue: Maximum requests that wait or run.
-        raised: The setting of ``Server`` that must be larger for longer prompts, or "".
+        raised: The setting of ``Server`` that limits the length of prompts, or "".
     """
 
     def __init__(self, manager: Any, max_queue: int, raised: str) -> None:
@@ -527,7 +527,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
 
 def _end_whole(streamer: Any, tokenizer: Any) -> None:
     """Let a stream send incomplete characters at its end, as an answer without a stream does.
-    Hugging Face's streamer holds such a character back until the missing bytes come."""
+    Hugging Face's streamer holds an incomplete character back until its missing bytes come."""
     tokens: list[int] = []
     put, end = streamer.put, streamer.end
     skips = {"skip_special_tokens": getattr(streamer, "_parser", None) is None}
@@ -551,7 +551,7 @@ def _end_whole(streamer: Any, tokenizer: Any) -> None:
 
 
 class Requests:
-    """A manager that starts a request only once the request has a handler and sampling settings.
+    """A manager that does not start a request before the request has a handler.
 
     Args:
         manager: Hugging Face's manager. ``Requests`` has all other attributes of the manager too.
@@ -727,7 +727,7 @@ def _is_item(value: Any) -> bool:
 
 
 def _parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of all contents. An ``input`` without roles is one content."""
+    """Yield the parts of all messages' contents. An ``input`` without roles is one content."""
     items = body.get("messages") or body.get("input") or ()
     if isinstance(items, str):
         return
@@ -758,7 +758,7 @@ def _is_type(*types: type) -> Callable[[Any], bool]:
 
 
 def _is_int(least: int, most: float = math.inf) -> Callable[[Any], bool]:
-    """Also for 5.0, which is an integer in JSON."""
+    """Return a check for integers in a range. It accepts 5.0, which is an integer in JSON."""
     return lambda value: type(value) in (int, float) and least <= value <= most and value % 1 == 0
 
 
@@ -911,7 +911,7 @@ def _handler(answer: Callable[[Any], tuple[int, str, Any]]) -> Callable[..., Any
     async def handle(_: Any, error: Exception) -> Any:
         status, message, headers = answer(error)
         kind = "invalid_request_error" if status < 500 else "server_error"
-        # a client's text may hold half of a character, which no encoding has
+        # a client's text may hold half of a surrogate pair, which UTF-8 cannot encode
         text = str(message).encode(errors="backslashreplace").decode()
         content = {"error": {"message": text, "type": kind, "code": status}}
         return JSONResponse(content, status, headers)

@@ -60,7 +60,7 @@ class ShardedTables(CacheTables):
     """Tables of a cache whose compressed rows several ranks share.
 
     Attributes:
-        cp_rank: The rank, [1], int32. A tensor, so that one AOTInductor package serves all ranks.
+        cp_rank: The rank, [1], int32; a tensor, so that one AOTInductor package serves all ranks.
     """
 
     cp_rank: Tensor
@@ -74,7 +74,7 @@ class RopeTables:
     compressed: Tensor
 
     def of(self, kind: str) -> Tensor:
-        """The table for a kind of layer."""
+        """Return the table for a kind of layer."""
         return self.window if kind == "window" else self.compressed
 
     @property
@@ -98,7 +98,7 @@ class CacheTensors:
             may have overwritten positions before ``written``.
         made_for: ``fingerprint`` of the model. Steps refuse the cache of another model.
             ``made_for`` belongs to the pytree's structure, so it is a constant in graphs.
-        draft: Caches of the draft layer, such as ``LayerCaches``; empty without one.
+        draft: Caches of the draft layer, such as ``LayerCaches``; empty without a draft layer.
     """
 
     tables: Any
@@ -127,7 +127,7 @@ def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def store_lengths(seq_lens: Tensor, written: Tensor, ends: Tensor, first: Tensor) -> None:
-    """Set the lengths of rows to ``ends``, after a step that began at positions ``first``.
+    """Set ``seq_lens`` to ``ends`` and update ``written``. The step began at positions ``first``.
 
     A row whose end is 0 took no part in the step and keeps its length."""
     furthest = torch.where(first > 0, torch.maximum(written, ends), ends)

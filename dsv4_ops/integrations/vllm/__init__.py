@@ -1,7 +1,7 @@
 """Run patched models in vLLM. vLLM schedules, samples and serves, and allocates our caches.
 
-The plugin is installed with this package and does nothing unless the environment variable
-``DSV4_OPS_VLLM`` is 1 in the process that starts vLLM:
+The plugin is installed with this package. It does nothing if the environment variable
+``DSV4_OPS_VLLM`` is 0 or not set in the process that starts vLLM. This command turns it on:
 
     DSV4_OPS_VLLM=1 vllm serve path/to/model
 

@@ -21,7 +21,7 @@ CLASSES = {
 """Prefix of Hugging Face's classes for each ``model_type``."""
 
 _KV = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""``patch``'s argument ``kv`` for each ``--dtype``. An FP8 ``--kv-cache-dtype`` overrides it."""
+"""``patch``'s argument ``kv`` for each ``--dtype``, unless ``--kv-cache-dtype`` is FP8."""
 
 _FP8_KV = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "ds_fp8"}
 """``patch``'s argument ``kv`` for each FP8 ``--kv-cache-dtype``."""
@@ -55,7 +55,7 @@ def _given(vllm_config: Any) -> dict[str, Any]:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Raise for settings of vLLM that the model would ignore or get wrong."""
+    """Raise for settings of vLLM that the model would ignore or does not support."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     family, families = model.hf_config.model_type, " or ".join(CLASSES)
     _check("model_type", family in CLASSES, families, family)

@@ -28,7 +28,7 @@ class DeepseekDraft(nn.Module):
         field, cache = target.steps.family.draft_cache()
         self.name = cache_name(len(target.steps.spec.kinds), field)
         self.pages = Pages(self.name, cache, self._given)
-        # from V3's draft models, vLLM expects two results: for the head, and for the next draft
+        # vLLM expects V3's draft models to return two results, for the head and for the next draft
         self.takes_two = target.prefix == "DeepseekV3"
         self.model = nn.Module()  # vLLM puts the model's embedding here
 

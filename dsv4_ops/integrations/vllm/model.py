@@ -136,7 +136,7 @@ class DeepseekForCausalLM(nn.Module):
         return logits
 
     def _given(self) -> None:
-        """Bind the caches and compile the steps once vLLM has allocated all caches."""
+        """Count the caches that vLLM has allocated; after the last, bind them and compile."""
         self._num_given += 1
         if self._num_given % len(self.pages) == 0 and self.steps is not None:
             self._bind(self.steps)

@@ -24,10 +24,10 @@ _MODEL = "dsv4_ops.integrations.vllm.model:DeepseekForCausalLM"
 
 
 def register() -> None:
-    """Let vLLM run DeepSeek models on our ops if ``DSV4_OPS_VLLM`` is 1; else do nothing.
+    """Let vLLM run DeepSeek models on our ops; do nothing if ``DSV4_OPS_VLLM`` is 0 or not set.
 
     Raises:
-        ImportError: the variable is 1, and the release of vLLM is none of ``RELEASES``.
+        ImportError: the plugin is on, and the release of vLLM is none of ``RELEASES``.
     """
     if os.environ.get(SWITCH, "") in ("", "0"):
         return

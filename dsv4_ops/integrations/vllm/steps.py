@@ -84,7 +84,7 @@ def cache_name(layer: int, field: str) -> str:
 
 @dataclass(frozen=True)
 class EngineCache:
-    """A cache with only the fields that ``run_layers`` reads.
+    """A cache with only the fields that ``run_layers`` and ``run_draft`` read.
 
     Attributes:
         layers: Caches of every layer.
@@ -192,8 +192,8 @@ class V4Family:
             swa.slot_mapping,
             BlockTables(swa.block_table, **(none | compressed)),
             StateTables(**(none | states)),
-            # compute this tensor, as ``with_window`` does: the engine's tensors are no inference
-            # tensors, so the graphs of layers would be compiled again for one of them
+            # compute this tensor in inference mode, as ``with_window`` does: the graphs of layers
+            # would be compiled again for a tensor of the engine, which is no inference tensor
             is_valid_token=swa.slot_mapping >= 0,
             plan_heads=spec.plan_heads if plans else 0,
         )
@@ -211,9 +211,9 @@ class V4Family:
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """Whether a token may read states that another request saves in the same step.
 
-        This happens if the requests share a prefix. A shared prefix ends with a block, so the first
-        token after it that reads the prefix's states is one that completes a C4 window. A decode
-        step with fewer than ``c4_ratio`` tokens per request does not reach that token.
+        This happens if the requests share a prefix. A shared prefix ends at the end of a block. The
+        first token that reads states of the prefix completes the next C4 window. A decode step with
+        fewer than ``c4_ratio`` tokens per request does not reach this token.
         """
         return schedule == "prefill" or decode_tokens >= self.spec.layers.attention.c4_ratio
 
@@ -353,7 +353,7 @@ class EngineSteps:
         self.layers, self._found = self._bound(views, specs), False
 
     def bind_draft(self, tensor: Tensor) -> None:
-        """Store the cache that the engine allocated for the draft layer, and compile the layer."""
+        """Store the engine's cache of the draft layer; compile the layer unless parts are eager."""
         field, spec = self.family.draft_cache()
         self.draft_layers = self._bound([{field: tensor}], [{field: spec}])
         if self._parts is not None:

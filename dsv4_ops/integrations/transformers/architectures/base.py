@@ -197,7 +197,7 @@ class ModelSpec(ABC):
 
     Attributes:
         kinds: Kind of every layer.
-        recipe, kv: The arguments ``precision``, as a ``Recipe``, and ``kv`` of ``patch``.
+        recipe, kv: The arguments ``precision`` (as a ``Recipe``) and ``kv`` of ``patch``.
         dtype: The model's dtype.
         fingerprint: All settings on which a cache depends, as "name=value" separated by "; ".
     """
@@ -291,7 +291,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def most_tokens(self, cache: CacheTensors) -> int:
-        """Maximum tokens of a request in one step."""
+        """Return the maximum tokens of a request in one step."""
 
     @abstractmethod
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:

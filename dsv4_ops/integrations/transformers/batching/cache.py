@@ -20,7 +20,7 @@ class BatchCache:
         max_batch_tokens: Maximum tokens of a step.
 
     Attributes:
-        was_empty: Whether the cache had no requests since ``BatchSteps`` last set this to False.
+        was_empty: Whether the cache was empty at any time since ``BatchSteps`` set this to False.
     """
 
     use_prefix_sharing = allow_block_sharing = False

@@ -33,7 +33,7 @@ def init_continuous_batching(before: Method) -> Method:
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        # check first: Hugging Face changes the model's attention, and no error undoes the change
+        # check first: Hugging Face changes the model's attention, and an error does not undo this
         check_release("init_continuous_batching")
         _check_configs(
             "init_continuous_batching",
@@ -51,7 +51,7 @@ def init_continuous_batching(before: Method) -> Method:
 
 
 def generate_batch(before: Method) -> Method:
-    """``generate_batch``: refuse prompts and settings that Hugging Face would ignore."""
+    """``generate_batch``: refuse invalid prompts, and settings that Hugging Face would ignore."""
 
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(before).parameters.values()

@@ -1,7 +1,7 @@
 """Hugging Face's manager of continuous batching, which runs requests from one ``PagedCache``.
 
-We replace the manager's cache, and the manager's call of the model. The manager's queue, thread,
-scheduler, soft resets, sampling and streams stay.
+We replace the manager's cache, and the manager's call of the model. Queue, thread, scheduler, soft
+resets, sampling and streams are still Hugging Face's.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         self.paged = PagedCache.for_model(model, **sizes)
         tokens = config.max_batch_tokens or DEFAULT_BATCH_TOKENS
         self._cache = BatchCache(self.paged, tokens)
-        asked = config.use_cuda_graph  # of Hugging Face's two paths, or of both
+        asked = config.use_cuda_graph  # one value, or one for each of Hugging Face's two paths
         wanted = asked is None or (any(asked) if isinstance(asked, tuple) else bool(asked))
         captures = keeps_on(model.device) and wanted
         compiled = _compile_config(config, generation_config)
@@ -159,7 +159,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         config.varlen_compile_config = config.decode_compile_config = None
         config.default_compile_level = 0
         super().__init__(called, generation_config, config, hints)
-        # each answer is a request: a copy of another request would enter steps without a token
+        # make each answer a request, because a copy of a request would enter steps without a token
         self._num_answers: int = generation_config.num_return_sequences or 1
         self.num_return_sequences = 1
 
@@ -221,7 +221,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
             )
         name = super().add_request(input_ids, request_id, max_new_tokens, **rest)
         more = self._num_answers - 1 if name is not None else 0  # None if no request is accepted
-        for number in range(more):  # with Hugging Face's names
+        for number in range(more):  # these ids are the ids that Hugging Face gives to copies
             super().add_request(input_ids, f"{name}__child#{number}", max_new_tokens, **rest)
         return name
 
@@ -230,7 +230,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         return request_id in self.unfinished()
 
     def unfinished(self) -> set[str]:
-        """Ids of the requests that wait or run."""
+        """Return the ids of the requests that wait or run."""
         ids = {state.request_id for state in list(self.input_queue.queue)}
         if self.batch_processor is not None:
             scheduler = self.batch_processor.scheduler
@@ -354,7 +354,7 @@ def _check_settings(generation_config: Any) -> None:
 
 
 def _check_config(model: Any, config: Any) -> None:
-    """Raise for unsupported settings, and for models over several ranks."""
+    """Raise for unsupported settings, and for models on several ranks."""
     checks, spec = Checks(OP), spec_of(OP, model)
     checks.one_of(
         "scheduler_type", config.scheduler_type, *api.SCHEDULER_MAPPING, belongs_to="schedules"

@@ -23,15 +23,15 @@ from dsv4_ops.integrations.transformers.tensors import StepBatch
 _log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 32
-"""Maximum number of graphs of a manager. A graph is for up to a power of two of decodes, or for a
-``bucket`` of tokens."""
+"""Maximum number of graphs of a manager. A graph serves up to a power of two of decodes, or a
+prefill of up to a ``bucket`` of tokens."""
 
 
 class BatchSteps:
     """The steps of a manager.
 
-    On a GPU, a step is padded to a size for which there can be a CUDA graph, and the third call of
-    a size captures the step, as in ``generate``. A step runs without a graph if it has more than
+    On a GPU, a step is padded to a size that can have a CUDA graph. The third call with this size
+    captures the graph, as in ``generate``. A step runs without a graph if it has more than
     ``kept.MOST_TOKENS`` tokens, if the model calls hooks or forwards of a user, or after a capture
     failed. Users may change the model while no request runs.
 
@@ -112,7 +112,7 @@ class BatchSteps:
         self._kept.clear()
 
     def _begin(self) -> None:
-        """Prepare for other requests, and perhaps a changed model."""
+        """Prepare for the next requests, and for changes of the model."""
         if self._fit:
             valid = [each.can_be_captured() for each in self._watches]
             self._are_valid = all(valid)

@@ -8,7 +8,7 @@ from dsv4_ops.core.errors import argument_error
 
 
 class OutOfBlocks(RuntimeError):
-    """No row is free, or not enough blocks are; the cache is unchanged."""
+    """No row is free, or too few blocks are free; the cache is unchanged."""
 
 
 def has(requests: Container[Hashable], op: str, request: Hashable) -> bool:

@@ -74,7 +74,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     Every request owns a row. For DeepSeek-V4, a row has rings of fixed size for window keys and
     compressor states; compressed rows and indexer keys are in blocks of 256 tokens. DeepSeek-V3 and
-    V2 keep latents in blocks of 64 tokens; V3.2 and GLM-5 also keep indexer keys in such blocks.
+    V2 keep latents in blocks of 64 tokens; V3.2 and GLM-5 also keep indexer keys in these blocks.
     By default, each row has its own blocks; with ``num_blocks``, rows share a pool of blocks. Sizes
     and addresses never change, so compiled steps do not recompile and CUDA graphs write in place.
 
@@ -174,8 +174,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.text: Text | None = None
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
-        # ignore the caller's inference mode and default device, because later steps write to the
-        # cache
+        # ignore the caller's default device and inference mode: later steps could not write to
+        # inference tensors
         try:
             with torch.inference_mode(False), torch.device("cpu"):
                 self.tensors = self._tensors(blocks, drafts)
@@ -211,7 +211,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @classmethod
     def for_model(cls, model: Any, **sizes: Any) -> PagedCache:
-        """Make a cache with the ``kv``, ``precision`` and ``device`` of a patched model.
+        """Make a cache with ``kv``, ``precision``, ``parallel`` and ``device`` of a patched model.
 
         If the model has a draft layer, the cache also has caches for this layer.
         """
@@ -263,7 +263,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         """Give a new request a row, and blocks for ``num_tokens`` tokens.
 
         Raises:
-            OutOfBlocks: no row or not enough blocks are free; the cache is unchanged.
+            OutOfBlocks: no row is free, or too few blocks are free; the cache is unchanged.
             ValueError: the request is in the cache already, or ``num_tokens`` exceeds
                 ``max_cache_len``.
             TypeError: the request is not hashable.
@@ -277,8 +277,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         """Grow a request's blocks to hold ``num_tokens`` tokens in total.
 
         Raises:
-            OutOfBlocks: not enough blocks are free; the cache is unchanged.
-            ValueError: unknown request, or more than ``max_cache_len`` tokens.
+            OutOfBlocks: too few blocks are free; the cache is unchanged.
+            ValueError: the request has no row, or ``num_tokens`` exceeds ``max_cache_len``.
         """
         before = len(self._pool.blocks[self._pool.require("reserve", request)])
         blocks = self._blocks("reserve", num_tokens)
@@ -352,7 +352,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     @property
     def is_linear(self) -> list[bool]:
         """False for every layer: no layer has linear attention, so ``generate`` makes no masks for
-        it."""
+        linear attention."""
         return [False] * len(self)
 
     @property
@@ -424,7 +424,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return self.seq_lens.amax()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Maximum tokens of a request."""
+        """Return the maximum tokens of a request."""
         return self.max_cache_len
 
     get_max_cache_shape = get_max_length

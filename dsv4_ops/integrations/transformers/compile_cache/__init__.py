@@ -11,8 +11,8 @@ Invariants:
   versions, costs the time of a compile and nothing else.
 - Loading a part runs its code. The default folder is used only if its user alone can write to it;
   a folder or file that a user names is trusted.
-- Nothing is stored for what cannot be described, such as a user's hooks, or a backend other than
-  Inductor. Such steps are compiled in each process.
+- No part is stored for a step that cannot be described, such as a step with a user's hooks or with
+  another backend than Inductor. Each process compiles this step.
 - Kernels stay in the folders of Inductor and Triton. A marker beside Triton's kernels says that the
-  kernels of a size are there; without them a step only takes longer.
+  kernels of a size are there; if kernels are missing, a step only takes longer.
 """

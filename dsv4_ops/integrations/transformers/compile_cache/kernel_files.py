@@ -52,7 +52,7 @@ def collect() -> dict[str, bytes]:
 
 
 def put(files: Mapping[str, bytes]) -> None:
-    """Write the files of ``collect`` to the folders where this process looks for such files."""
+    """Write the files of ``collect`` to the folders where this process looks for them."""
     folders = {_CODE: code_folder(), _TRITON: triton_folder()}
     for place, content in files.items():
         for prefix, folder in folders.items():
@@ -102,7 +102,7 @@ def code_folder() -> Path:
 
 
 def triton_folder() -> Path | None:
-    """Return Triton's cache folder, which is also Inductor's."""
+    """Return Triton's cache folder, which Inductor's kernels share, or None without a GPU."""
     if not torch.cuda.is_available():
         return None
     from dsv4_ops.lowering.workers import set_triton_folder

@@ -1,11 +1,11 @@
 """Our decoding loop for ``generate``, which keeps the texts in tensors of fixed size.
 
-Hugging Face prepares the inputs and makes the processors. It also runs the prefill, unless a step
-that earlier calls have left on the model can run it (``prefilled``). Hugging Face's own loop would
-then build new inputs for every token, and compile again for each batch size. Our loop instead runs
-one step on the same tensors. On a GPU, our loop captures the step in a CUDA graph, and checks only
-every ``CHECK_EVERY`` steps whether all texts have ended. If ``generate`` made the cache, later
-calls of ``generate`` use the graph again.
+Hugging Face prepares the inputs and makes the processors. Hugging Face also runs the prefill, if no
+step that the model keeps from earlier calls can run the prefill (``prefilled``). For decodes,
+Hugging Face's own loop would build new inputs for every token, and compile again for each batch
+size. Our loop instead runs one step on the same tensors. On a GPU, our loop captures the step in a
+CUDA graph, and checks only every ``CHECK_EVERY`` steps whether all texts have ended. If
+``generate`` made the cache, later calls of ``generate`` use the graph again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PROCESSORS = (
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
-"""Hugging Face's logits processors that our loop supports. Such processors run on the device, and
+"""Hugging Face's logits processors that our loop supports. These processors run on the device, and
 read only the logits and the set of tokens of a text."""
 
 CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria")
@@ -291,7 +291,7 @@ class Texts:
         self.padded = self.ended.clone()
         self.seq_lens = self.cache.seq_lens[:batch].clone()
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self._rows = self._starts[:-1].clone()  # a copy: sharing memory would need another graph
+        self._rows = self._starts[:-1].clone()  # a view of ``_starts`` would need another graph
 
     def extend(
         self,
@@ -303,9 +303,9 @@ class Texts:
         shares: bool = False,
     ) -> None:
         """Choose the tokens after ``logits``, then run ``step`` until all texts have ended. Ranks
-        that share the cache check after every step, because only one of them may have a
-        streamer. They raise a streamer's error after the last step, for which the other ranks need
-        this rank."""
+        that share the cache check for the end after every step. A rank with a streamer does so,
+        and all ranks must run the same steps. For the same reason, such a rank raises the error of
+        its streamer only after the last step."""
         failed: Exception | None = None
 
         def decode() -> None:
@@ -431,7 +431,7 @@ def compiled_step(
 def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
     """Return the compiled decode step for the ``CompileConfig`` of a call.
 
-    Meanwhile, let workers compile the kernels of the prefill.
+    Before the first compile, let workers begin to compile the kernels of the prefill.
     """
     cache, rows = call.cache, len(call.prompts)
     step = compiled_step(model, decode_step, call.config.compile_config)

@@ -46,8 +46,8 @@ _WARPERS = (
     "TypicalLogitsWarper",
     "EpsilonLogitsWarper",
 )
-"""Logits processors that we support with drafts. Such processors read only the logits of a row, not
-the text."""
+"""Logits processors that we support with drafts. These processors read only the logits of a row,
+not the text."""
 _CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 _SETTINGS = {
     "num_beams": 1,
@@ -267,7 +267,7 @@ def _texts(run: _Run, prompts: list[Tensor], most: int, config: Any) -> list[lis
 
 
 def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:
-    """Run the prompts in chunks."""
+    """Run the prompts in chunks; return the result of the last chunk."""
     device = run.cache.device
     for batch, stops in chunks(prompts, run.cache.max_chunk, device):
         next_ids = [

@@ -39,8 +39,8 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
 
 Method = Callable[..., Any]
 
-# Maximum tokens of a prefill step, and minimum tokens per row, which takes precedence. Both limit
-# ``max_chunk``, and thus the memory of window rings.
+# Maximum tokens of a prefill step, and minimum tokens per row; the minimum takes precedence. Both
+# set ``max_chunk``, and thus the memory of window rings.
 _STEP_TOKENS, _MIN_CHUNK = 16384, 256
 
 
@@ -78,10 +78,10 @@ def generates(model: Any) -> bool:
 
 
 def generate(before: Method) -> Method:
-    """``generate``: accept ``cache`` in every version of transformers; raise if tokens were
-    dropped.
+    """``generate``: check arguments, choose the decoding loop, and raise if tokens were dropped.
 
-    With ``num_draft_tokens``, the model's draft layer proposes that many tokens per step.
+    The argument ``cache`` works in every version of transformers. With ``num_draft_tokens``, the
+    model's draft layer proposes that many tokens per step.
     """
 
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -242,7 +242,7 @@ def _chunk(
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any], longest: int) -> int:
-    """Return the number of columns of the prompts, or ``longest`` if the call does not give it."""
+    """Return the number of columns of the prompts, or ``longest`` if the number is unknown."""
     mask = model_kwargs.get(MASK)
     columns = longest if mask is None else mask.shape[1]
     length: int = getattr(generation_config, "_mask_length", columns)
@@ -311,7 +311,7 @@ def _reserve_rows(
 
 
 def stopping_criteria(before: Method) -> Method:
-    """``_get_stopping_criteria``: record rows that have ended, if Hugging Face pads such rows."""
+    """``_get_stopping_criteria``: record rows that have ended, if Hugging Face pads ended rows."""
     from transformers import StoppingCriteriaList
 
     class Noted(StoppingCriteriaList):  # type: ignore[misc]  # transformers is partly untyped

@@ -1,11 +1,11 @@
 """Caches and CUDA graphs that ``generate`` keeps on a model for its next calls.
 
 A graph holds the addresses of a cache, so a model keeps a cache together with its graphs. A call
-takes a kept cache for itself, so concurrent calls use different caches. Unless a call fails, the
-call gives the cache back at the end. ``generate`` never returns a kept cache to its caller.
+takes a kept cache for itself, so concurrent calls use different caches. A call gives its cache back
+at the end, except after an error. ``generate`` never returns a kept cache to its caller.
 
-Ranks that share the rows of a cache make the same calls. They compare what they have kept before
-they use it, and whether all of them captured a graph, because steps of different caches would hang.
+Ranks that share the rows of a cache make the same calls. Before a call, the ranks compare their
+kept caches. After a capture, the ranks compare whether all have a graph. Otherwise they could hang.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WARM_CALLS = 2
 
 MOST_CACHES = 2
 MOST_GRAPHS = 12
-"""Maximum number of graphs of a cache. A graph is for up to a number of texts and, in a prefill, up
-to a number of tokens."""
+"""Maximum number of graphs of a cache. Each graph has its own maximum number of texts and, for a
+prefill, of tokens."""
 LEAST_TOKENS, MOST_TOKENS = 64, 2048
 """Minimum and maximum tokens of a captured prefill. In longer prefills, the host is faster than the
 GPU."""
@@ -72,7 +72,7 @@ def empty_cache(model: Any) -> None:
 
 
 class NoGraph(RuntimeError):
-    """A step was not captured, on any rank, and did not run."""
+    """No rank has a graph of a step, and the step did not run."""
 
 
 class KeptStep:
@@ -88,7 +88,7 @@ class KeptStep:
         rows: Maximum number of texts; the other requests of the step are padding.
         tokens: Maximum tokens of a prefill batch; None for a decode.
         pool: Memory pool of the graph.
-        any_rows: Whether a batch may use any rows of the cache. Otherwise request r is row r.
+        any_rows: Whether a batch may use any rows of the cache. Otherwise, request r uses row r.
         ranks: The ranks that share the cache, all of which run the step.
     """
 
@@ -146,7 +146,7 @@ class KeptStep:
         if self._replay is None:
             self._calls += 1
             self._run()
-            if self._calls == 1:  # a capture must not be the first run of a changed model
+            if self._calls == 1:  # so that ``_has_changed`` sees changes before a capture
                 self._form = self._found()
         else:
             self._replay()
@@ -189,12 +189,12 @@ class KeptStep:
 
 
 class KeptSteps:
-    """The steps that use a cache, and the memory pools of their graphs: one for decodes and one for
-    prefills, because only one graph runs at a time.
+    """The steps that use a cache, and two memory pools: one that the graphs of all decodes share,
+    and one for prefills. Graphs can share a pool, because only one graph runs at a time.
 
     Args:
         cache: The cache.
-        most: Maximum number of steps; the least recently used ones are dropped.
+        most: Maximum number of steps. One step more drops the least recently used step.
         any_rows: See ``KeptStep``.
     """
 
@@ -334,8 +334,8 @@ class KeptCaches:
         return bool(differing)
 
     def _new(self, model: Any, sizes: tuple[int, int, int]) -> PagedCache:
-        """Make a cache that later calls can use too. If memory is short on any rank, free the kept
-        caches and make a cache of exactly these sizes."""
+        """Make a cache that also fits slightly larger calls. If memory is short on any rank, free
+        the kept caches and make a cache of exactly these sizes."""
         rows, length, chunk = sizes
         ranks = spec_of("generate", model).parallel
         longest = rounded(length, spec_of("generate", model).block_tokens)
@@ -410,8 +410,8 @@ def pool_of(device: torch.device) -> Any:
 
 def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     """Capture a function in a CUDA graph, and return the function that replays the graph on the
-    same tensors. Other threads may use the GPU during the capture, but not capture or synchronise;
-    the graph does not contain their work."""
+    same tensors. During the capture, other threads may use the GPU, but may not capture or
+    synchronise; the graph does not contain their work."""
     graph, handle = torch.cuda.CUDAGraph(), None if pool is None else pool.id
     stream = _capture_stream(torch.cuda.current_device())
     settings: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}

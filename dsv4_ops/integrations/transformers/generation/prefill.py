@@ -21,8 +21,8 @@ _POSITIONS = (torch.int64, torch.int32)
 def chunks(
     prompts: Sequence[Tensor], most: int, device: torch.device
 ) -> Iterator[tuple[StepBatch, list[int]]]:
-    """Yield steps of at most ``most`` tokens per prompt, each with the number of tokens of every
-    prompt that have run by the end of the step.
+    """Yield steps of at most ``most`` tokens per prompt. With each step, yield how many tokens of
+    every prompt have run when the step ends.
 
     The function splits prompts as if they had padding on the left: all prompts end in the last
     step, and a short prompt begins in a later step.

@@ -125,8 +125,8 @@ def check_prompts(arguments: dict[str, Any]) -> None:
 
 
 def check_ranks(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise on all ranks that share a cache if their prompts differ, or their random states in a
-    call that samples: each rank computes a part of every token, so the texts would be wrong."""
+    """Raise on all ranks that share a cache if their prompts, masks or, in a call that samples,
+    random states differ. Each rank computes a part of every token, so texts would be wrong."""
     ranks = model.dsv4_ops_spec.parallel
     if ranks is None:
         return

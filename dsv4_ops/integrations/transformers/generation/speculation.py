@@ -74,7 +74,7 @@ def speculative_step(
             then num_drafts drafts (at least 1); ``query_start_loc`` is [0, num_drafts + 1,
             2 * (num_drafts + 1), ...].
         cache: A cache of ``PagedCache.for_model`` with ``next_n`` of at least num_drafts + 1, or
-            the ``tensors`` of such a cache.
+            the ``tensors`` of this cache.
         draft_probs: ``draft_probs`` of the previous step; None if the drafts were not sampled.
         uniforms: Random numbers in [0, 1), [num_reqs, 2 * num_drafts + 1], float32: first the
             numbers for ``verify_draft``, then one per new draft.
@@ -372,7 +372,7 @@ def _draft(
         sampling: A uniform random number per draft, or None; the temperature; and ``warp``.
 
     Returns:
-        Drafts [num_reqs, num_drafts], and the probabilities from which the drafts were sampled.
+        Drafts [num_reqs, num_drafts], and ``SpeculativeStep.draft_probs``.
     """
     step_run, streams, following, last = trunk
     uniforms, temperature, warp = sampling

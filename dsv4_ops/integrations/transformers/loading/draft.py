@@ -39,13 +39,13 @@ def load_mtp(model: Any, path: Path | str) -> Any:
 
     Raises:
         ValueError: the model is not patched, has a draft layer already, or has other sizes than the
-            checkpoint; the checkpoint has no draft layer; or a tensor of the layer is missing,
-            transposed, unknown, of another dtype, or contains NaN or an infinity. For V4 and other
-            models whose scales Hugging Face stores as bytes, also if a float32 scale is not a power
-            of two. The error names the tensor.
-        NotImplementedError: a DSpark draft, several draft layers, a checkpoint of another
-            architecture, a draft layer without quantisation for a quantised model, a model that is
-            split over ranks, or a model whose cache several ranks share. An error leaves the model
+            checkpoint; the checkpoint has no draft layer; a tensor of the layer is missing,
+            transposed, unknown, of another dtype, or contains NaN or an infinity; or a float32
+            scale is no power of two, if Hugging Face stores the model's scales as bytes (as in V4).
+            The error names the tensor.
+        NotImplementedError: the checkpoint has a DSpark draft, several draft layers, another
+            architecture, or a draft layer without quantisation for a quantised model; or the model
+            is split over ranks, or several ranks share its cache. An error leaves the model
             unchanged.
         ImportError: safetensors is missing.
 

@@ -58,7 +58,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
         ValueError, TypeError: the path is not a folder; the files are not as released, for example
             because a tensor is missing, transposed, unknown or not quantised; or the settings would
             read other files.
-        NotImplementedError: another architecture.
+        NotImplementedError: the checkpoint has another architecture.
         ImportError: transformers is missing or too old.
 
     Example:
@@ -139,7 +139,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
 
 @contextmanager
 def _any_environment() -> Iterator[None]:
-    """Skip the check in which Hugging Face looks for kernels."""
+    """Skip Hugging Face's check, which needs accelerate, and dequantises on CPUs and old GPUs."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     name = "validate_environment"

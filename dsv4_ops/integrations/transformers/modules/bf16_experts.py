@@ -1,6 +1,6 @@
 """On GPUs, run experts in bf16 with our op, which reads weights once per block of rows.
 
-Hugging Face's grouped GEMMs still run in training, for hundreds of rows per expert, after
+Hugging Face's forward still runs in training, for hundreds of rows per expert, after
 ``set_experts_implementation``, and for weights that are split or have another dtype.
 """
 

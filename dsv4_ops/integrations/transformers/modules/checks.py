@@ -162,8 +162,8 @@ def check_skipped(
 
 
 def check_placement(op: str, model: Any) -> None:
-    """Raise if ``accelerate`` split or offloaded a model: our attention skips accelerate's
-    hooks."""
+    """Raise if ``accelerate`` split or offloaded a model (our attention skips accelerate's hooks),
+    or if a layer's attention is not Hugging Face's."""
     for name, module in model.named_modules():
         _check_hook(op, name or "model", module)
         if is_part(module, "Model"):

@@ -157,12 +157,12 @@ def _is_own(layer: Any) -> bool:
 
 
 def of_attention(module: Any) -> list[Any]:
-    """Layers that an attention module applies to its input."""
+    """Return the layers that an attention module applies to its input."""
     return [module.q_a_proj, module.kv_proj]
 
 
 def of_compressor(compressor: Any) -> list[Any]:
-    """Layers that a compressor and its indexer apply to the same input."""
+    """Return the layers that a compressor and its indexer apply to the same input."""
     layers = [compressor.kv_proj, compressor.gate_proj]
     indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
@@ -172,12 +172,12 @@ def of_compressor(compressor: Any) -> list[Any]:
 
 
 def of_queries(module: Any) -> list[Any]:
-    """Layers that an attention module and its indexer apply to the query's latent."""
+    """Return the layers that an attention module and its indexer apply to the query's latent."""
     return [module.q_b_proj, module.compressor.indexer.q_b_proj]
 
 
 def of_shared_experts(module: Any) -> list[Any]:
-    """Gate and up projections."""
+    """Return the gate and up projections."""
     return [module.gate_proj, module.up_proj]
 
 

@@ -1,8 +1,8 @@
 """Run our ops on FP8 linear layers, and on FP8 or FP4 experts.
 
 Parameters stay as Hugging Face loaded them. Our forwards replace Hugging Face's forwards, which
-download kernels from a hub at the first call. A module is quantised if it has FP8 codes and
-``*_scale_inv`` as parameters. Compilers do not support float8_e8m0fnu, so buffers hold the scales
+download kernels from a hub at the first call. A module is quantised if it has codes and
+``*_scale_inv`` as parameters. Compilers do not support float8_e8m0fnu, so buffers hold these scales
 as bytes, in the storage of the parameters. Ops take codes in whole blocks of 128 rows. For a layer
 that ends within a block, such as DeepSeek-V3's ``kv_a_proj_with_mqa`` with 576 rows, a larger
 buffer holds the codes, and the parameter becomes a view of this buffer. If Hugging Face split a
@@ -64,11 +64,11 @@ class QuantizedWeights(Rewrite):
         self.recipe, self.impl = recipe, REFERENCE if impl == REFERENCE else AUTO
 
     def applies(self, module: Any) -> bool:
-        """Whether a module has quantised weights, or is an adapter of such a module."""
+        """Whether a module has quantised weights, or is an adapter of a quantised parameter."""
         return bool(quantized_weights(module)) or _adapts_codes(module)
 
     def check(self, op: str, name: str, module: Any) -> None:
-        """Raise if a weight is not in the released format, or if an adapter would change codes.
+        """Raise if a weight is not as in DeepSeek's files, or if an adapter would change codes.
 
         Codes and scales are read on their device without a copy; meta tensors are not read.
         """
@@ -92,7 +92,7 @@ class QuantizedWeights(Rewrite):
 
     def refresh(self, op: str, name: str, module: Any) -> None:
         """Raise if an adapter changes codes. If a program moved or replaced scales, let the buffers
-        share their storage again."""
+        share the storage of the scales again."""
         _check_adapter(op, name, module)
         share_scales(module)
 
@@ -107,8 +107,8 @@ class QuantizedWeights(Rewrite):
 def _adapts_codes(module: Any) -> bool:
     """Whether PEFT adapts a parameter that holds codes, such as a weight of fused experts.
 
-    An adapter of a linear layer is allowed, because such an adapter only adds to the layer's
-    output.
+    An adapter of a linear layer is allowed, because it only adds to the layer's output, and does
+    not change the codes.
     """
     of_parameter = "base_layer" in module._modules and hasattr(module, "parameter_name")
     return of_parameter and bool(quantized_weights(unwrapped(module)))
@@ -171,7 +171,7 @@ def takes_codes(module: Any) -> bool:
 
 
 def is_quantized(module: Any) -> bool:
-    """Whether a module has weights in the released format."""
+    """Whether a module has weights that are quantised as in DeepSeek's checkpoints."""
     return bool(quantized_weights(module))
 
 

@@ -234,8 +234,8 @@ def _is_accelerates(hook: Any) -> bool:
 
 
 def quantized_weights(module: Any) -> tuple[str, ...]:
-    """Return the names of the module's weights that are in the released format. Other formats name
-    scales differently."""
+    """Return the names of the module's weights that are quantised as in DeepSeek's checkpoints.
+    Other formats name scales differently."""
     parameters = module._parameters
     if f"{QUANTIZED_EXPERTS[0]}_scale_inv" in parameters:
         return QUANTIZED_EXPERTS

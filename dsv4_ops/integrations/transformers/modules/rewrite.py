@@ -36,8 +36,8 @@ class Rewrite(ABC):
         """Whether the rewrite changes a module."""
 
     def check(self, op: str, name: str, module: Any) -> None:
-        """Raise if a module cannot be changed. ``patch`` calls this method before ``patch`` changes
-        a module."""
+        """Raise if a module cannot be changed. ``patch`` calls this method for all modules before
+        it changes any module."""
         return None
 
     @abstractmethod

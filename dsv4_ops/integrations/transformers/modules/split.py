@@ -1,8 +1,8 @@
 """Run modules of a quantised model that Hugging Face's plans split over ranks.
 
-Hugging Face's plan gives such a module a forward that calls Hugging Face's kernels. Our forwards
-read this rank's part of the weights instead. Then our forwards add or gather the results of the
-ranks, as the placement of a weight requires, with collectives that a graph can contain.
+Hugging Face's plan gives each of these modules a forward that calls Hugging Face's kernels. Our
+forwards read this rank's part of the weights instead. Then our forwards add or gather the results
+of the ranks, as the placement of a weight requires, with collectives that a graph can contain.
 """
 
 from __future__ import annotations

@@ -61,18 +61,18 @@ from dsv4_ops.integrations.transformers.steps.step import (
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 MOST_WHOLE = 8
-"""Maximum number of layers that "auto" compiles as one graph. More would compile for too long."""
+"""Maximum number of layers that "auto" compiles as one graph. More layers would take too long."""
 
 MOST_PLANS = 256
-"""Maximum number of plans. A plan lists the parts of a step for one size. Once so many exist, the
-next plan replaces all of them."""
+"""Maximum number of plans. A plan lists the parts of a step for one size. If this many plans exist,
+the next plan replaces all of them."""
 
 MOST_VARIANTS = 4
 """Maximum number of compiled parts with the same key (``CompiledStep._part_of``). Graphs of these
 parts assume different sizes."""
 
 MOST_CHANGES = 8
-"""Maximum number of changes of the model. After more, only Dynamo's guards select parts."""
+"""Maximum number of changes of the model. After more changes, only Dynamo's guards select parts."""
 
 _OPTIONS = {"metadata": {"max_fusion_size": 16}}
 """For each part, Inductor's options on CUDA. By default, Inductor fuses the metadata into one
@@ -99,19 +99,19 @@ def compile_step(
         mode: "whole" compiles one graph, as ``torch.compile(step, fullgraph=True)`` does.
             "regional" compiles one graph per kind of layer (four in the released models, however
             many layers they have) and three graphs for the rest of the model; a CUDA graph can
-            still capture the whole step. "auto" is "regional" for more than 8 layers.
+            still capture the whole step. "auto" is "regional" for more than 8 layers, else "whole".
         cache_file: File that keeps compiled code for the next process. The compiled step reads this
-            file if the file exists, and writes the file after a call that compiled something new.
-            None keeps parts in the folder that the environment variable DSV4_OPS_CACHE names, by
-            default ``~/.cache/dsv4_ops`` ("off" keeps none), and their kernels in the cache folders
-            of torch and Triton. A part is reused, without a trace, if the sources of this package,
-            the versions, the settings, the device, and everything that a trace can read of the
-            model and its inputs are the same. An outdated part never runs. Triton's autotuning is
-            reused if TORCHINDUCTOR_CACHE_DIR has the same path, and repeated otherwise. Loading a
-            part runs its code: load only files that you wrote.
-        on_part: Called with the name of every part before it is compiled or loaded. None shows a
-            progress bar on a terminal, and one line elsewhere, unless transformers' progress bars
-            are disabled.
+            file if it exists, and writes it after a call that compiled something new. None keeps
+            parts in the folder that the environment variable DSV4_OPS_CACHE names, by default
+            ``~/.cache/dsv4_ops`` ("off" keeps none), and their kernels in the cache folders of
+            torch and Triton. A part is reused, without a trace, if nothing that it depends on has
+            changed: the sources of this package, the versions, the settings, the device, and
+            everything that a trace can read of the model and its inputs. An outdated part never
+            runs. Triton's autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and
+            repeated otherwise. Loading a part runs its code: load only files that you wrote.
+        on_part: Function that is called with the name of every part before the part is compiled or
+            loaded. None shows a progress bar on a terminal, and one line elsewhere, unless
+            transformers' progress bars are disabled.
         settings: Settings of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by
             default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
             graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
@@ -122,7 +122,7 @@ def compile_step(
         A function that takes the batch, the cache and the keyword arguments of ``step``. The
         function returns and writes the same as ``step``. Ranks that share the cache first compare
         the shapes of their arguments on the host, and all raise ValueError if the shapes differ.
-        The comparison needs a process group that sends CPU tensors ("cpu:gloo,cuda:nccl").
+        Ranks compare only if their process group sends CPU tensors ("cpu:gloo,cuda:nccl").
 
     Raises:
         ValueError, TypeError: the model is not patched, ``step``, ``mode`` or a setting is unknown,
@@ -216,7 +216,7 @@ class CompiledStep:
     No part may depend on the keyword arguments of ``of_parts``.
 
     Attributes:
-        parts: Compiled parts by name: one per kind of layer and three for the rest, or "step".
+        parts: Compiled parts by name: one per kind of layer and three for the rest, or only "step".
     """
 
     def __init__(
@@ -280,8 +280,8 @@ class CompiledStep:
         return f"CompiledStep({self.step.__name__}, {mode!r}, {sizes}, parts: {parts}{place})"
 
     def _explain(self, cache: CacheTensors | PagedCache) -> None:
-        """Raise again the error of a check that failed in a trace, because Dynamo replaced this
-        error."""
+        """Repeat the checks outside of the trace, because Dynamo replaces the error of a check that
+        fails in a trace."""
         op = self.step.__name__
         check_cache(op, spec_of(op, self._patched), tensors_of(op, cache))
         check_model(self.step.__name__, self._patched, self._patched.device)
@@ -300,8 +300,8 @@ class CompiledStep:
         None.
 
         A program may replay the graph while the result of this method stays equal. The call also
-        makes the updates that a step makes outside of graphs. None means that the step has not run
-        yet or keeps no parts.
+        makes the updates that a step makes outside of graphs. None means that the step is not
+        regional, has not run yet, or keeps no parts.
         """
         if not self.regional:
             return None
@@ -336,7 +336,7 @@ class CompiledStep:
         if self.regional:
             self._follow()
         captures = tensors.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self._ranks is not None and not captures:  # a rank that fails before would not compare
+        if self._ranks is not None and not captures:  # a rank that raised above does not compare
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
             self._ranks.agree("compile_step", "batch", "cpu", **shapes)
         sizes = len(batch.tokens), len(batch.rows)
@@ -459,7 +459,7 @@ class CompiledStep:
             return key, _Recorder(self._part_of, _Plan(key[0], Watch()), passes)
         if not self._described.unchanged():
             self._digests, self._described = {}, Watch()
-            if not self.regional:  # in a regional step, ``_follow`` forgets the model
+            if not self.regional:  # in a regional step, ``_follow`` does this
                 self._dry_runs.forget_model()
                 self._passed = lambda: None, {}, False
         gaps = [None if each.is_contiguous() else each.stride() for each in vars(batch).values()]

@@ -51,7 +51,7 @@ class DryRuns:
         parts: Function that runs the step in parts; ``PARTS[step]`` by default.
 
     Attributes:
-        num_parts: Number of different parts of the step; None before the end of a dry run.
+        num_parts: Number of different parts of the step; None before the end of the first dry run.
     """
 
     def __init__(self, step: Callable[..., Any], parts: Callable[..., Any] | None = None) -> None:
@@ -69,7 +69,7 @@ class DryRuns:
         self._fails = None
 
     def may_pass(self, model: Any) -> bool:
-        """Whether ``passes`` can be true for a model. It cannot if a step calls user code."""
+        """Whether ``passes`` can be true for a model. False if a step calls code of a user."""
         if self._fails is None:
             self._fails = calls_users(model)
         return not self._fails
@@ -224,7 +224,7 @@ def _shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def calls_users(model: Any) -> bool:
-    """Whether a step calls hooks or forwards of a user. Such code may fail with fake tensors."""
+    """Whether a step calls a user's hooks or forwards, which may fail with fake tensors."""
     return has_global_hooks() or any(
         module._forward_hooks or module._forward_pre_hooks or own_forward(module) is not None
         for module in model.modules()

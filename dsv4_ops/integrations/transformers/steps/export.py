@@ -149,9 +149,9 @@ def export_decode(
         The path. The package takes the tensors of ``decode_inputs``, writes the caches and returns
         the logits. The package adds the number of tokens that it cannot store to its input
         "dropped"; read this input at the end or from time to time. The metadata has the dtype and
-        the size of each input, the ring length of each block table without a shared pool (entry
-        [row, block] is row * ring + block % ring), and ``CacheTensors.made_for``, which the package
-        does not check.
+        the size of each input, ``max_cache_len``, the size of the vocabulary, and the ring length
+        of each block table that shares no pool (entry [row, block] is row * ring + block % ring).
+        The metadata also has ``CacheTensors.made_for``, which the package does not check.
 
     Raises:
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a

@@ -85,8 +85,8 @@ def padded_step(
 
     Raises:
         ValueError: an argument does not fit the cache, or, in an eager call, the cache cannot store
-            a token. For the latter check, the host waits for the device. A graph counts such tokens
-            in ``cache.dropped`` instead.
+            a token. For the latter check, the host waits for the device. A graph instead counts
+            the tokens that the cache cannot store in ``cache.dropped``.
     """
     _check(spec, shape, attention_mask, position_ids, cache)
     batch, length = shape

@@ -199,7 +199,7 @@ def check_model(op: str, model: Any, device: torch.device) -> None:
 def build_step(
     spec: ModelSpec, batch: StepBatch, cache: CacheTensors, schedule: str, vocab_size: int
 ) -> Any:
-    """Build the data that all layers of a step share, and count tokens that cannot be stored."""
+    """Build the data that all layers of a step share; store lengths, and count dropped tokens."""
     step_tokens, counts = tokens_of(batch, cache, cache.seq_lens)
     requests = step_tokens.requests()
     of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=counts.device)[:, None]

@@ -178,7 +178,7 @@ class MlaModelSpec(ModelSpec):
 
     @classmethod
     def layer_kinds(cls, config: Any) -> tuple[str, ...]:
-        """Kind of every layer."""
+        """Return the kind of every layer."""
         return ("mla",) * config.num_hidden_layers
 
     @classmethod
@@ -188,7 +188,7 @@ class MlaModelSpec(ModelSpec):
 
     @classmethod
     def own_settings(cls, config: Any) -> dict[str, Any]:
-        """Fields that only this family's spec has."""
+        """Return the fields that only this family's spec has."""
         return {}
 
     @classmethod

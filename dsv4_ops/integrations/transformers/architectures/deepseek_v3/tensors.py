@@ -30,7 +30,7 @@ class ShardedMlaTables(MlaTables):
     """Tables of a cache that several ranks share.
 
     Attributes:
-        cp_rank: The rank, [1], int32. A tensor, so that one AOTInductor package serves all ranks.
+        cp_rank: The rank, [1], int32; a tensor, so that one AOTInductor package serves all ranks.
     """
 
     cp_rank: Tensor

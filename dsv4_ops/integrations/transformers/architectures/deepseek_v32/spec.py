@@ -35,8 +35,8 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 FULL, SHARED = "indexed", "shared"
-"""Kinds of layers: a layer with an indexer, and a layer that uses the selection of the last indexer
-before it."""
+"""Kinds of layers: a layer with an indexer, and a layer that uses the selection of the nearest
+indexer before the layer."""
 
 _KIND_OF_TYPE = {"full": FULL, "shared": SHARED}
 
@@ -157,8 +157,8 @@ class DsaModelSpec(MlaModelSpec):
         return not expands or super().absorbs(cache, num_tokens, num_reqs)
 
     def is_dense(self, rope: Tensor) -> bool:
-        """Whether no request of a cache with this RoPE table can have more than ``index_topk``
-        tokens. If so, every token attends to all rows."""
+        """Whether a cache with this RoPE table stores at most ``index_topk`` tokens per request.
+        If so, every token attends to all rows."""
         return rope.shape[0] <= self.layers.index_topk
 
     # The model

@@ -66,8 +66,8 @@ def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
     """Whether the kernel that splits the attention output into groups can also quantise the output.
 
     The codes equal the codes that ``projection`` computes, except in blocks with an amax below
-    1e-4, whose scales are smaller. Only prefill steps quantise in this kernel. In a decode step the
-    attention kernel writes the groups, so quantisation there would save no pass over the output.
+    1e-4, for which this kernel chooses smaller scales. Only prefill steps quantise in this kernel.
+    In a decode step, the attention kernel writes the groups, so quantising here saves no pass.
     """
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16

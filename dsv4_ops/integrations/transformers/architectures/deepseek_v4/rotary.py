@@ -99,9 +99,9 @@ def _mistakes(rotary: Any, layers: LayerSpec) -> Iterator[tuple[str, dict[str, A
 def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | None:
     """Return the first pair whose frequency differs from ours by more than rounding.
 
-    Hugging Face computes in float32: the power amplifies the rounding error of its exponent, and
-    YaRN amplifies the rounding error of 1 - ramp. The model may also have been cast to another
-    dtype.
+    Hugging Face computes in float32. The power amplifies the rounding error of its exponent, and
+    YaRN amplifies the rounding error of its weight 1 - ramp. The model may also have been cast to
+    another dtype.
     """
     yarn = layers.yarn if label == "compress" else None
     theta = layers.rope_theta if label == "main" else layers.compress_rope_theta
