@@ -1,7 +1,7 @@
 """Find the sizes at which ``impl="auto"`` should select a library (``dispatch/choice.py``).
 
 ``python -m benchmarks.choice`` compares our kernels with the libraries, adapters included.
-``dsv4_ops.dispatch.providers`` says where it looks for libraries.
+``dsv4_ops.dispatch.providers`` says where dsv4_ops looks for libraries.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def forms(op: str, library: str, size: tuple[int, int, int]) -> dict[str, list[C
 
 
 def main() -> int:
-    """Print a line per op and size; return 1 if no library runs here."""
+    """Print a line per op, library and size; return 1 if no library runs here."""
     able = [name for name in LIBRARIES if not unusable(name)]
     for name in set(LIBRARIES) - set(able):
         print(f"{name}: {unusable(name)}", file=sys.stderr)

@@ -76,8 +76,8 @@ _INTERLEAVE = 64
 class Row:
     """Device time in microseconds; it is equal on all ranks, which wait for each other.
 
-    ``group`` is one of ``CASES``: "layer" is the attention of a V3 layer between its projections,
-    "v4_layer" a C4 or C128 layer of DeepSeek-V4. A model's step has 4 layers and 16 experts.
+    ``group`` is one of ``CASES``. "layer" is the attention of a V3 layer between its projections;
+    "v4_layer" is the attention of a C4 or C128 layer of V4. Models have 4 layers and 16 experts.
     """
 
     group: str
@@ -142,7 +142,7 @@ def check(combine: Callable[..., Any], world: int, rank: int, device: torch.devi
 
 
 def time_us(calls: Sequence[Callable[[], Any]], device: torch.device, replays: int) -> float:
-    """Time a call with the same number of replays per sample on every rank."""
+    """Return the microseconds of a call; all ranks make the same number of replays per sample."""
     if device.type != "cuda":
         return float(wall_us(calls[0], device, budget_s=0).median)
     return replays_us(Capture(calls).graph, replays) / len(calls)

@@ -31,7 +31,7 @@ factor, a tenth of the gates and ups exceed the limit."""
 
 _TOKENS = (1, 8, 64, 128, 512, 1024, 4096)
 _CALLS = {1: 8, 8: 8}
-"""Calls per graph, by tokens. Calls differ in experts, and those of one token exceed the L2."""
+"""Calls per graph, by tokens. Calls differ in experts; the experts of one token exceed the L2."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def expert_weights(group: str, device: torch.device) -> tuple[Any, Any, Any, Any
 
 @functools.cache
 def bf16_weights(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Convert gate_up and down for torch's grouped GEMMs."""
+    """Sample gate_up and down in bf16, transposed for torch's grouped GEMMs."""
     up, down = (
         torch.empty(NUM_EXPERTS, *shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
         for shape in ((2 * SIZE, WIDTH), (WIDTH, SIZE))
@@ -108,7 +108,7 @@ def humming_step(library: Any, row: Row, inputs: tuple[Tensor, Tensor, Tensor]) 
 
 
 def calls(group: str, library: Any, row: Row, device: torch.device) -> dict[str, Sequence[Call]]:
-    """Check the experts of a layer with uniform routing, and return the calls to time."""
+    """Return the calls to time, with uniform routing; check the experts for up to 8 tokens."""
     torch._dynamo.reset()
     torch.manual_seed(row.tokens)
     made = expert_weights(group, device)

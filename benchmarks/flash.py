@@ -1,6 +1,6 @@
 """Benchmark all layers of DeepSeek-V4-Flash on several GPUs: decode steps, prefills and the start.
 
-Each GPU has a process, a rank. The model has random weights in the released precision. Hugging
+Each GPU has one process (a rank). The model has random weights in the released precision. Hugging
 Face's plans split it over the ranks, which share the rows of the caches. First, logits and caches
 of six layers on all GPUs are compared with those on one GPU. Decodes attend to random cache rows,
 not to a prefilled context. ``--model pro --layers N`` measures the first layers of Pro.
@@ -35,10 +35,10 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.testing.stored_rows import differences
 
 _CHECKED_LAYERS, _CHECKED_TOKENS, _MOST_ERROR, _ROWS_ERROR = 6, 24, 0.05, 0.1
-"""Layers of the check, minimum tokens to check a decode, and limits of errors relative to the norm:
-of a decode's logits as the lower quartile, because at near ties rounding selects other experts (43
-layers: 9 of 24 tokens were off by more than 0.05); else as medians. e4m3 codes (steps of 1/8) of
-values that are off by 0.05 are off by about (0.05 / 8) ** 0.5 = 0.08."""
+"""Layers of the check, minimum tokens to check a decode, and limits of the relative errors of
+logits and of cache rows. Errors are medians; for a compiled decode, the lower quartile, because at
+near ties rounding selects other experts (43 layers: 9 of 24 tokens were off by more than 0.05).
+Values off by 0.05 give e4m3 codes (steps of 1/8) off by about (0.05 / 8) ** 0.5 = 0.08."""
 _DRAFTED = 2
 """Tokens per request in a step that verifies one draft."""
 _ACCEPTED = (0.0, 0.5, 0.9)
@@ -67,7 +67,7 @@ class FlashRow:
     requests: int | None = None
     tokens: int | None = None  # new tokens of all requests
     context: int | None = None  # earlier tokens of each request
-    seconds: float | None = None  # of a phase
+    seconds: float | None = None  # of a phase, the check or the soak
     step_ms: float | None = None
     tokens_per_s: float | None = None
     per_s_none: float | None = None  # tokens/s at each share of _ACCEPTED (also the next two)
@@ -79,10 +79,10 @@ class FlashRow:
     weights_gb: float | None = None  # on this GPU (also the next two)
     cache_gb: float | None = None
     peak_gb: float | None = None  # the allocator's maximum
-    logits_error: float | None = None  # median over the tokens of a check
+    logits_error: float | None = None  # median over a check's tokens, or error of a soak's request
     worst_error: float | None = None
     same_keys: bool | None = None  # whether split and whole models store the same bytes in layer 0
-    rows_error: float | None = None  # median over rows, in the cache with the largest
+    rows_error: float | None = None  # median over a cache's rows; the largest of all caches
     note: str | None = None  # why a point did not run, or more about the row
     error: str | None = None
 
@@ -162,7 +162,7 @@ class FlashRanks(Ranks):
                 self.prefills(model)
 
     def generate(self, model: Any) -> None:
-        """Time ``generate`` after the longest prompt. The third prefill of a size is captured."""
+        """Time ``generate`` after the longest prompt; a size's third prefill captures its graph."""
         prompt, new = max(self.options.prefills), self.options.generate
         ids = torch.arange(prompt, device=self.device)[None] % 250 + 3
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -406,7 +406,7 @@ class Decodes:
                 raise WrongResult(f"a request is off by {row.logits_error:.3f} among others")
 
     def measure(self, part: str, requests: int, context: int, each: int) -> None:
-        """Measure a row. Compare a new graph with the eager step, and profile the graph."""
+        """Measure a row. If its graph is new, compare it with the eager step, and profile it."""
         ranks, tokens = self.ranks, requests * each
         row = ranks.row(part, requests=requests, tokens=tokens, context=context)
         with ranks.measured(row):
@@ -483,8 +483,7 @@ class Decodes:
         self.graphs[requests, each] = batch, capture
 
     def _profile(self, row: FlashRow, capture: Capture) -> None:
-        """Count the kernels of the second of two replays, as ranks begin the first at different
-        times."""
+        """Profile the second of two replays, because ranks begin the first at different times."""
 
         def twice() -> None:
             capture.graph.replay()

@@ -25,7 +25,7 @@ class _Request:
 
 
 class Soak:
-    """Runs changing requests from an empty cache; ``step`` returns the logits of ``batch``."""
+    """Runs requests that come and go; ``step`` returns the logits of ``batch``."""
 
     def __init__(self, cache: Any, batch: Any, step: Any) -> None:
         self.cache, self.batch, self.step = cache, batch, step

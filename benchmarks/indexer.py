@@ -36,7 +36,7 @@ CASES = {group: functools.partial(_cases, group) for group in ("logits", *indexe
 
 
 def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
-    """Return the number of our rows that the baseline does not select."""
+    """Say how many of our rows the baseline selects, or return None if it selects enough."""
     there = ours >= 0
     found = (ours[:, :, None] == baseline[:, None].int()).any(-1) & there
     shared, total = int(found.sum()), int(there.sum())

@@ -25,7 +25,7 @@ from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.testing.released_model import on_meta, released_model
 
 CLOSE = 0.01
-"""Tolerance of weights and caches: the allocator's blocks are multiples of 512 bytes."""
+"""Relative tolerance of weights and caches: the allocator rounds up to multiples of 512 bytes."""
 
 
 @dataclass(kw_only=True)

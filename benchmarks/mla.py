@@ -73,7 +73,7 @@ class Row:
 
 
 class Inputs:
-    """The input sets of a case over one pool of rows; each set has its own blocks and queries."""
+    """The input sets of a case over one pool of rows; each set has its own table and queries."""
 
     def __init__(self, row: Row, pool: Tensor, device: torch.device) -> None:
         self.row, self.device, self.cache = row, device, pool

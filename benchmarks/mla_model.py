@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def v3_shaped(device: torch.device) -> Any:
-    """Build a model with 4 layers of DeepSeek-V3's sizes, 16 experts and random weights."""
+    """Build a random model: 4 layers of V3's sizes with 16 experts; on a CPU, 2 small layers."""
     return _shaped("DeepseekV3", device)
 
 
@@ -84,7 +84,7 @@ def _stock_step(model: Any, batch: int, context: int, compiles: bool) -> Call:
 
     cache = transformers.StaticCache(config=model.config, max_cache_len=context)
     ids = torch.arange(batch, device=model.device)[:, None]
-    # positional, because the argument's name depends on transformers
+    # positional, because the argument's name depends on the release of transformers
     model(ids, None, None, cache, use_cache=True)
     for layer in cache.layers:
         layer.keys.normal_()
@@ -96,7 +96,7 @@ def _stock_step(model: Any, batch: int, context: int, compiles: bool) -> Call:
 def decode(
     case: str, device: torch.device, batches: Sequence[int], contexts: Sequence[int]
 ) -> Iterator[Row]:
-    """Time decode steps of the patched model; one graph serves all contexts of a batch size."""
+    """Time Hugging Face's steps, then ours; one graph of ours serves all contexts of a batch."""
     from dsv4_ops.integrations import transformers as hf
 
     selects = case == "selected"

@@ -31,7 +31,7 @@ _STOCK_STEPS = 5
 
 @dataclass(kw_only=True)
 class ModelRow:
-    """A step of a model. A field ``*_ms`` without a comment is the time from a call to the next."""
+    """A step of a model. ``*_ms`` without a comment is the time from one call to the next."""
 
     batch: int
     context: int

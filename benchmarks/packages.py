@@ -53,14 +53,15 @@ _DIMS: dict[str, tuple[Dims, ...]] = {
     ),
     "gathered": (_PER_TOKEN, {0: "rows"}, _PER_TOKEN, _PER_TOKEN, {}),
 }  # fmt: skip
-"""Dynamic dimensions, because the caches, tables and workspaces of cases differ in size."""
+"""Dynamic dimensions of arguments: caches, tables and workspaces of cases differ in size."""
 
 
 def forms(
     heads: int, selected: int, dense: int, keys: int, *, prefix: int, rows: int, exported: int
 ) -> dict[str, Form]:
     """Return the forms: decode of ``selected`` rows, decode of ``dense`` rows by block tables,
-    prefill of ``selected`` rows after ``prefix`` tokens, and ``keys`` of ``rows`` gathered rows."""
+    prefill of ``selected`` rows after ``prefix`` tokens, and attention to ``keys`` gathered rows of
+    ``rows``."""
     cases: dict[str, Callable[[int], Case]] = {
         "decode": lambda count: decode_cases((count,), (heads,), (selected,))[-1],
         "paged": lambda count: paged_cases((count,), heads, dense, (dense,))[0],
@@ -94,7 +95,7 @@ class Packages:
         if form.name not in self._made:
             try:
                 self._made[form.name] = build(form, self._device)
-            # store the error: a second build would be as slow; its frames would keep inputs alive
+            # a second build would be as slow; drop the error's frames, which keep inputs alive
             except Exception as error:
                 self._made[form.name] = error.with_traceback(None)
         made = self._made[form.name]

@@ -44,7 +44,7 @@ class PrecisionRow:
 
 
 Mode = tuple[str, str, str | None, str | None]
-"""A mode: the dtype of the weights, the format of keys, and the recipe."""
+"""A mode: the model that runs, the dtype of the weights, the format of keys, and the precision."""
 
 MODES: tuple[Mode, ...] = (
     ("Hugging Face", "fp32", None, None),
@@ -121,7 +121,7 @@ class _Judge:
         self.expected = model(ids, use_cache=False).logits.double()
 
     def rows(self, model: Any, mode: Mode) -> Iterator[PrecisionRow]:
-        """Return a row for the prefill and a row for the decodes."""
+        """Yield a row for the prefill and a row for the decodes."""
         runs, weights, kv, precision = mode
         start, error, logits = time.perf_counter(), None, None
         try:
@@ -145,7 +145,7 @@ class _Judge:
         import transformers
 
         cache = transformers.DynamicCache(config=model.config)
-        # positional, because the argument's name depends on transformers
+        # positional, because the argument's name depends on the release of transformers
         return self._through(lambda ids: model(ids, None, None, cache, use_cache=True).logits)
 
     def _patched(self, model: Any, kv: str, precision: str) -> Tensor:

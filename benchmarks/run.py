@@ -33,7 +33,7 @@ BENCHES = {
     "serve": "the server: concurrent clients that stream answers",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
-"""Benchmarks (names of modules), and the ops that they measure. The function ``run`` of a module
+"""Benchmarks (names of modules), and what they measure. The function ``run`` of a module
 writes rows and a table to ``options.out``, ``CASES`` are the groups to choose from, and
 ``add_options`` adds the benchmark's own options."""
 

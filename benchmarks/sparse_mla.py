@@ -42,7 +42,7 @@ def _packages(small: bool) -> list[Case]:
     sizes: dict[str, tuple[int, ...]]
     if small:
         made = forms(4, 64, 64, 128, prefix=512, rows=256, exported=3)
-        # 70 tokens need more blocks
+        # a prefill of 70 tokens needs more window blocks than the exported prefill of 3
         sizes = {name: (2, 70 if name == "prefill" else 5) for name in made}
     else:
         made = forms(64, 512, 1024, 640, prefix=PREFIX, rows=ROWS, exported=64)

@@ -35,8 +35,8 @@ def int32(values: list, device: str) -> Tensor:
 
 
 class Layer:
-    """A cache of five blocks, and a block table: its entry [request, column] is the block with the
-    request's positions column * 4 to column * 4 + 3."""
+    """A cache of five blocks, and a block table, whose entry [request, column] is the block of the
+    request's positions from column * 4 to column * 4 + 3."""
 
     def __init__(self, device: str) -> None:
         self.cache = MainLayout(block_size=PAGE).allocate(num_blocks=5, device=device)
@@ -49,7 +49,7 @@ class Layer:
         """Compute metadata, insert keys and attend.
 
         Args:
-            starts: First token of every request in the step, and the number of tokens.
+            starts: Index of every request's first token in the step, then the number of tokens.
             lens: Length of every request after this step; 0 for a padding request.
             keys: A number per token, which all 512 values of the token's key have.
         """

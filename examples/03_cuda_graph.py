@@ -2,9 +2,9 @@
 
 The host never reads from the device: replays read tokens and lengths from tensors at fixed
 addresses, and the host only launches the next replay. The step is captured twice: by
-``mode="reduce-overhead"``, which here raises where torch would silently run without a graph, and by
-``torch.cuda.graph`` around the compiled step. Without a GPU the same loop runs the compiled step,
-and prints that there is no graph.
+``mode="reduce-overhead"``, and by ``torch.cuda.graph`` around the compiled step. A setting makes
+the former raise an error where torch would silently run no graph. Without a GPU the same loop runs
+the compiled step, and the script prints that there is no graph.
 
     python examples/03_cuda_graph.py --device cuda
 """

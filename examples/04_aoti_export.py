@@ -3,7 +3,7 @@
 ``export_prefill`` and ``export_decode`` each compile a patched Hugging Face model into a file.
 The C++ program ``aoti_runner/`` links libtorch only. It reads the list of tensors from the files,
 makes the caches, runs the prompts in chunks with the prefill package, generates with the decode
-package, and prints greedy tokens. This script compares them with Hugging Face's unpatched model.
+package, and prints greedy tokens, which this script compares with Hugging Face's unpatched model.
 
     python examples/04_aoti_export.py                        # two minutes or three
     python examples/04_aoti_export.py --package decode.pt2 --prefill prefill.pt2
@@ -31,7 +31,7 @@ from dsv4_ops.testing.text import ByteTokenizer
 SOURCE = Path(__file__).parent / "aoti_runner"
 PROMPTS = ("Beautiful is better than ugly.", "In the face of ambiguity,")
 REQUESTS, MAX_LEN = 2, 512  # sizes of the packages
-MAX_TOKENS = 32  # maximum tokens of a prefill step: the prompts take two
+MAX_TOKENS = 32  # maximum tokens of a prefill step: the prompts take two steps
 
 
 def export(step: str, path: Path, device: str) -> None:

@@ -3,8 +3,8 @@ logits.
 
 Whatever a scheduler does - chunks, decodes, padding, idle requests, garbage in padding - the logits
 of a token depend only on the text up to this token. So this script samples schedules, with chunks
-around critical sizes (1, the ratio 4, the window and ratio 128), runs them, and compares each token
-with one forward of Hugging Face's model over the text. To test your own step, replace ``step``.
+around critical sizes (1, the ratio 4, the window and ratio 128), runs them, and compares the logits
+of each token with one forward of Hugging Face's model. To test your own step, replace ``step``.
 
 The script then fuzzes a step with a planted bug: hypothesis finds the bug, and shrinks the schedule
 to the shortest one that fails.

@@ -42,7 +42,7 @@ def decode_batch(cache: v4.PagedCache) -> v4.StepBatch:
 
 
 def timed(call: Callable[[], Any], args: argparse.Namespace) -> float:
-    """Return the seconds that a call takes."""
+    """Return the mean seconds of a call, after a warm-up."""
     call()
     finish(args.device)
     begun = time.perf_counter()
@@ -74,7 +74,7 @@ def main() -> int:
     activities += [ProfilerActivity.CUDA] if args.device == "cuda" else []
     print("compiling: a minute or two, unless Inductor's cache has it", flush=True)
     step = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
-    step(model, batch, cache.tensors)  # hooks would become part of the graph
+    step(model, batch, cache.tensors)  # before the hooks, which would become part of the graph
     steps, compiled = range(args.steps), timed(lambda: step(model, batch, cache.tensors), args)
     name_kernels()
     with profile(activities=activities) as profiler:

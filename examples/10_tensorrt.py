@@ -2,7 +2,7 @@
 
 Our ops run outside of the engines. They write to the caches, which are inputs of the graph, and
 `enable` preserves these writes. The script compares logits with those of the same model without
-engines. We did not run it with TensorRT (docs/tensorrt.md); tests compile it without engines.
+engines. We never ran the script with TensorRT (docs/tensorrt.md); tests compile it without engines.
 
     python examples/10_tensorrt.py
 """

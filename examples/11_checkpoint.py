@@ -1,7 +1,7 @@
 """Load, patch and run DeepSeek-V4 in the released precision.
 
 Without a folder the script writes a tiny checkpoint in the released format, with random weights,
-and runs that. FP8 and FP4 weights stay as they are in the files. The decode step is compiled by
+and loads it. FP8 and FP4 weights stay as they are in the files. The decode step is compiled by
 kind of layer, one part after the other, and stored for the next process.
 
     python examples/11_checkpoint.py            # minutes, most of them in Inductor

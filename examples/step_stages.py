@@ -18,7 +18,7 @@ REST = "metadata: slots, windows, pages"
 
 
 class Stages:
-    """Measures the seconds of every stage with module hooks, without those of nested stages."""
+    """Measures the seconds of each stage with module hooks, except the seconds of nested stages."""
 
     def __init__(self, model: Any) -> None:
         self.seconds: Counter[str] = Counter()
@@ -63,8 +63,8 @@ class Stages:
 
 
 def projects(name: str, module: nn.Module) -> bool:
-    """Return whether a step calls the module. Steps multiply by the weights of the compressors'
-    projections in float32, without a call, unless they have hooks; ops compute the other norms."""
+    """Return whether a step calls the module. A step calls the compressors' projections only if
+    they have hooks; else it multiplies by their weights in float32. Ops compute the other norms."""
     if name in ("q_a_norm", "kv_norm"):
         return True
     of_compressor = "compressor" in name and name.endswith(("kv_proj", "gate_proj"))

@@ -1,1 +1,1 @@
-"""Baselines: vLLM, FlashMLA, DeepGEMM and Hugging Face."""
+"""Baselines: vLLM, FlashMLA, DeepGEMM, Humming and Hugging Face."""

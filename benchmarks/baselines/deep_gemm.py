@@ -28,7 +28,7 @@ def arguments(
 
 
 def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable[..., Tensor]:
-    """Return a call for logits. Past the lengths, which all sets share, logits are undefined."""
+    """Return a call for logits. All sets share lengths; logits past the lengths are undefined."""
     lens = sets[0][3]
     plan = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
     function = library.fp8_fp4_paged_mqa_logits

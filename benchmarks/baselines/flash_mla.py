@@ -60,7 +60,7 @@ def decode_call(
 
 
 def prefill_call(scale: float, library: Any) -> Callable[..., Any]:
-    """Return a prefill over gathered rows, without the lse: documents disagree on its unit."""
+    """Return a prefill over gathered rows, without the lse, on whose unit documents disagree."""
 
     def call(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, sink: Tensor) -> Tensor:
         out: Tensor = library.sparse_prefill(

@@ -53,7 +53,7 @@ def make_layer(library: Any, codes: Tensor, scale: Tensor) -> Any:
 
 
 def choose(table: Sequence[tuple[int, int, dict[str, Any]]], num_rows: int) -> dict[str, Any]:
-    """Return the entry of Humming's heuristics that its launcher uses for this number of rows."""
+    """Return the entry of Humming's heuristics that Humming uses for ``num_rows`` rows."""
     for above, most, entry in table:
         if above < num_rows and (num_rows <= most or most <= 0):
             return entry
@@ -68,7 +68,7 @@ def activation(limit: float) -> str:
 
 
 def experts_step(library: Any, layers: Sequence[Any], num_rows: int, *, limit: float) -> Step:
-    """Return the experts for ``num_rows`` pairs (token, expert), from layers gate_up and down."""
+    """Return a step for ``num_rows`` pairs (token, expert), from the layers gate_up and down."""
     method, impl = library.layer.HummingMethod, activation(limit)
     tables = [method.get_default_tuning_configs(each, **_INDEXED) for each in layers]
     tunings = [choose(table, num_rows) for table in tables]

@@ -24,7 +24,7 @@ from dsv4_ops.ops.rope import ROPE_DIM
 
 Call = Callable[[], Any]
 
-_QUERY = Tolerance(1e-2, 1e-2)  # tolerance of vLLM's test of its query norm
+_QUERY = Tolerance(1e-2, 1e-2)  # as in vLLM's test of the query norm
 NOTES = {
     "window": "",
     "c4": "vLLM's kernels of the compressor and of the indexer's queries are those in Triton, "
@@ -101,8 +101,8 @@ class BaselineStages:
         self.logits = self.rows = self.out = self.quantized = cast(Any, None)
 
     def calls(self, found: Found | None = None) -> list[Call]:
-        """Run each stage once, in order, and return the stages' calls. With ``found``, compare
-        their results with ours."""
+        """Run each stage once, in order, and return the stages' calls. With ``found``, compare the
+        stages' results with ours."""
         made: dict[str, Callable[[], Call]] = {"window": lambda: self._window}
         if self.kind != "window":
             made["compressed"] = lambda: self._compress("", "compressed")
@@ -139,7 +139,7 @@ class BaselineStages:
         ]
 
     def compare(self, name: str, found: Found) -> None:
-        """Compare the results of a stage that are not rows of a cache with ours."""
+        """Compare with ours the results of a stage that are not rows of a cache."""
         text = None
         if name == "window":
             text = outside("query", self.q, self.ours.q, _QUERY)

@@ -52,7 +52,7 @@ class WholePrefill:
         self.flash_mla, self.cache, self.workspace = flash_mla, cache, workspace
         self.context = context
         self.q, self.swa, positions, _, swa_table, self.extra, table, selected, self.sink = args
-        if selected is None:  # a server lists all rows once per step, so this is not timed
+        if selected is None:  # a server lists all rows once per step, so the list is not timed
             row = torch.arange(self.context.compressed, dtype=torch.int32, device=self.q.device)
             visible = (positions[:, None] + 1) // self.context.ratio
             selected = torch.where(row < visible, row, -1)

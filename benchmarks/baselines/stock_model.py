@@ -16,7 +16,7 @@ LAYER_TYPES = (
     "heavily_compressed_attention",
     "compressed_sparse_attention",
 )
-"""Number of layers of each type among the 43 layers of DeepSeek-V4-Flash."""
+"""Types of the model's four layers, in order."""
 
 
 def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> Any:
@@ -59,7 +59,7 @@ def in_bfloat16(kind: Any, config: Any, device: torch.device) -> Any:
 
 
 def filled_cache(model: Any, *, batch: int, context: int) -> Any:
-    """Fill a ``DynamicCache`` for requests of ``context`` tokens, a multiple of all ratios."""
+    """Fill a ``DynamicCache`` for requests of ``context`` tokens (a multiple of all ratios)."""
     import transformers
 
     config, device = model.config, model.device

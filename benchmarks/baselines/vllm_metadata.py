@@ -33,7 +33,7 @@ _POISON = -7
 
 
 class BaselineMismatch(RuntimeError):
-    """The baselines' result differs from ours."""
+    """The baseline's result differs from ours."""
 
 
 class BaselineResult(NamedTuple):
@@ -105,7 +105,7 @@ class BuilderSequence:
         self.device_step()
 
     def map_tokens(self) -> None:
-        """Compute the request of every token on the host, and copy it from pinned memory."""
+        """Compute every token's request on the host, and copy the requests from pinned memory."""
         lengths = torch.diff(self.query_start_loc_cpu)
         requests = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
         if self.token_to_req.is_cuda:
@@ -193,7 +193,7 @@ def measure(
     """Check a step over the first batch against ``expected``; on a GPU, time steps over all
     batches.
 
-    The device time is that of a CUDA graph of the device steps, plus that of the profiled copies.
+    The device time is the time of a CUDA graph of the device steps plus the profiled copies' time.
     """
     sequences = [BuilderSequence(modules, spec, batch) for batch in batches]
     first = sequences[0]

@@ -47,7 +47,7 @@ PREFILLS = {ratio: functools.partial(prefill, ratio) for ratio in (C4, C128)}
 
 
 def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
-    """Run a prefill over a bf16 copy of the rows, a variant that no ``impl`` always selects."""
+    """Run a prefill over a bf16 copy of the rows, a variant that no ``impl`` forces."""
     launch, kernels = _kernels("launcher"), _kernels("sparse_mla.prefill")
     call = PrefillCall(*tensors, **prefill_settings(ratio))
     with torch.cuda.device_of(tensors[0]):

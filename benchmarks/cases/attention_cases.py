@@ -60,7 +60,7 @@ class Shape:
         return f"{WINDOW}+{self.width}" if self.width else str(WINDOW)
 
     def cost(self, index_bytes: int | None = None, rows: int | None = None) -> tuple[int, int]:
-        """Return bytes and FLOP of a call that reads each token's rows, or ``rows`` in total."""
+        """Return bytes and FLOP of a call that reads each token's rows, or ``rows`` rows in all."""
         keys = sum(self.swa_lens) + sum(self.extra_lens)
         queries = self.tokens * self.heads * MainLayout.head_dim
         moved = (keys if rows is None else rows) * MainLayout(PAGE).row_bytes + 2 * 2 * queries
@@ -98,7 +98,7 @@ def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
 
 
 def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int) -> list[Case]:
-    """Make requests of several tokens, each with its own selection, as in speculative decoding."""
+    """Make requests of several tokens, as in speculative decoding; each token selects its rows."""
     work = functools.partial(decode_work, per_request=per_request)
     shapes = [uniform(count * per_request, heads, width) for count in requests]
     builds = [functools.partial(work, shape) for shape in shapes]
@@ -109,7 +109,7 @@ def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int)
 def paged_cases(
     batches: Sequence[int], heads: int, width: int, lengths: Sequence[int]
 ) -> list[Case]:
-    """Make C128 layers of requests of equal length, with block tables of 2 rows per block."""
+    """Make C128 layers for requests of equal length, with blocks of 2 rows."""
     cases = []
     for tokens, rows in itertools.product(batches, lengths):
         shape = Shape(heads, width, (WINDOW,) * tokens, (rows,) * tokens)

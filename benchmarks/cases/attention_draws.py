@@ -46,7 +46,7 @@ class AttentionDraw(Draw):
 
 
 def slots(table: Tensor, rows: Tensor, block_size: int, lens: Tensor) -> Tensor:
-    """Compute the slots of rows of requests; entries after the first ``lens`` are -1."""
+    """Compute the slots of requests' rows; entries after the first ``lens`` are -1."""
     found = table.gather(1, rows // block_size) * block_size + rows % block_size
     column = torch.arange(rows.shape[1], device=rows.device)
     return torch.where(column < lens[:, None], found, -1).to(torch.int32)

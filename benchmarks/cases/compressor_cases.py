@@ -75,7 +75,7 @@ def save_and_compress(kind: str) -> Callable[..., None]:
 
 
 def reference(kind: Kind, *args: Any) -> None:
-    """Run the references of the two ops. The second reference gets only tokens that complete a
+    """Run the references of saving and of compressing. The second gets only tokens that complete a
     window, and reads other rows from the saved states, to save memory."""
     save_compressor_states(
         *args[:3], *args[4:6], compress_ratio=kind.ratio, block_size=kind.state_block_size
@@ -84,7 +84,7 @@ def reference(kind: Kind, *args: Any) -> None:
 
 
 def _finishing(kind: Kind, args: Args) -> Args:
-    """Return the arguments of the second op, only for tokens that complete a window."""
+    """Return the arguments of ``compress_and_insert`` for the tokens that complete a window."""
     kv_score, ape, states, table, _, positions, requests, *rest, slots = args
     tokens = ((positions + 1) % kind.ratio == 0).nonzero()[:, 0]
     where = (positions[tokens], requests[tokens])
@@ -126,7 +126,7 @@ class Step:
 
 
 def decode_step(kind: Kind, requests: int, *, finishing: bool) -> Step:
-    """Make one token per request. If ``finishing``, each ends a window, else one in ``ratio``."""
+    """Make a token per request; all tokens end a window if ``finishing``, else one in ``ratio``."""
     last = kind.ratio - 1
     offsets = [last if finishing else request % kind.ratio for request in range(requests)]
     return Step(tuple(_CONTEXT + offset for offset in offsets), tuple(range(requests)))

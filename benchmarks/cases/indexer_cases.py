@@ -43,7 +43,7 @@ def select(*args: Tensor, topk: int, compress_ratio: int, impl: str | None = Non
 
 
 def selection(group: str) -> dict[str, int]:
-    """Return the settings of a selection that calls for logits do not have."""
+    """Return the settings that ``indexer_select`` takes and ``indexer_logits`` does not."""
     topk, ratio = SELECTIONS[group]
     return {"topk": topk, "compress_ratio": ratio}
 
@@ -51,7 +51,7 @@ def selection(group: str) -> dict[str, int]:
 def indexer_cases(
     group: str, batches: Sequence[int], contexts: Sequence[int], *, smoke: bool
 ) -> list[Case]:
-    """Make a case with absent tokens, requests and blocks, then requests of equal context."""
+    """Make a case with absent tokens, requests and blocks, then cases with equal contexts."""
     edges = functools.partial(_edge_work, group, smoke=smoke)
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     cases = [_case(group, _EDGE_TOKENS, context, edges, "adversarial")]
@@ -108,7 +108,7 @@ def _work(group: str, sets: Sequence[Args], cost: tuple[int, int], **more: Any) 
     rows = sets[0][5].shape[1] * BLOCK_SIZE
     of_group = selection(group) if group in SELECTIONS else {"num_rows": rows}
     op = "logits" if group == "logits" else "select"
-    keys = rows // 4  # ByToken expects keys of 512 values, and these have 128
+    keys = rows // 4  # ByToken counts keys of 512 values; the indexer's keys have 128
     check = ByToken(f"indexer_{op}", {**_PAGES, **of_group}, _BY_TOKEN, lambda args: keys)
     call = functools.partial(select, **of_group) if op == "select" else logits
     return check.work(call, sets, cost, **more)

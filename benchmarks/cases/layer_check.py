@@ -100,7 +100,7 @@ def compare_codes(
 
 
 def steps_apart(name: str, ours: Tensor, baseline: Tensor, step: float) -> str | None:
-    """Describe how many rows have values that differ by over a step of their code, or None."""
+    """Say how many rows have values that differ by over a step of their code, or return None."""
     size = torch.maximum(ours.abs(), baseline.abs()).float()
     allowed = step * size + _NEAR_ZERO * size.amax(-1, keepdim=True)
     wrong = ~((ours.float() - baseline.float()).abs() <= allowed)

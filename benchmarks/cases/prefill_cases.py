@@ -26,7 +26,7 @@ PREFIX, LONG_PREFIX = 16384, 131072
 """Tokens of a request before the step."""
 
 _TILE = 128
-"""The width of FlashMLA's lists is a multiple of this."""
+"""The width of FlashMLA's lists is a multiple of this number."""
 
 
 def _keys(args: Args) -> int:
@@ -65,7 +65,7 @@ def _dense(tokens: int, heads: int, prefix: int, table_rows: int) -> Case:
 
 
 def _context(tokens: int, prefix: int, ratio: int) -> Context:
-    """Round the prefix up to whole blocks of the window cache, and add a window less a token."""
+    """Return a context of the prefix in whole blocks, a window less one token, and ``tokens``."""
     return Context(tokens, round_up(prefix, PAGE) + WINDOW - 1 + tokens, ratio)
 
 
@@ -122,7 +122,7 @@ def prefill_work(
     pairs = [one_set()]
     selected = pairs[0][0][7]
     seen = context.compressed if selected is None else int(selected.unique().numel())
-    entries = None if ratio == C4 else 0  # number of list entries; C128 has no lists
+    entries = None if ratio == C4 else 0  # bytes of the lists (None: 4 per key); C128 has no lists
     cost = shape.cost(entries, seen + context.window)
     pairs += [one_set() for _ in range(rotating_sets(cost[0], device) - 1)]
     check = ByToken("sparse_mla_prefill", prefill_settings(ratio), (0, 2, 3, 7), _keys)

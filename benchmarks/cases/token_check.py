@@ -73,8 +73,8 @@ class ByToken:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Limits of a difference: each element must be within the absolute or the relative limit, and
-    1 - 2 ab / (aa + bb), with products summed over all elements, within ``cosine``."""
+    """Limits of a difference. Each element must be within the absolute or the relative limit.
+    ``cosine`` limits 1 - 2 ab / (aa + bb), with products summed over all elements."""
 
     absolute: float
     relative: float

@@ -15,7 +15,7 @@ from dsv4_ops.attention.metadata import AttentionSpec, BlockTables, DecodeMetada
 
 SHORTEST_CONTEXT = 100
 _MAX_SETS = 32
-_CAPTURED_CALLS = 8  # minimum calls per CUDA graph, so that its launch hardly counts
+_CAPTURED_CALLS = 8  # minimum calls per CUDA graph, so that the graph's launch hardly counts
 
 
 @dataclass(frozen=True)

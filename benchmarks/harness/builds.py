@@ -1,4 +1,4 @@
-"""Name the builds of other libraries that a bundle has, as they are loaded."""
+"""Name the builds of a bundle's libraries, from the loaded modules."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 _RELEASES = {
-    "8fe4bfe927d9": "0.22.1", "25ce6b315b9b": "0.33.0",  # its FlashMLA
-    "7614361afedf": "0.22.1", "518ec8cad556": "0.33.0",  # its cache ops
-    "b51d8905d037": "0.22.1", "94966398f822": "0.33.0",  # its compressor's slots
+    "8fe4bfe927d9": "0.22.1", "25ce6b315b9b": "0.33.0",  # FlashMLA
+    "7614361afedf": "0.22.1", "518ec8cad556": "0.33.0",  # the cache ops
+    "b51d8905d037": "0.22.1", "94966398f822": "0.33.0",  # the compressor's slots
 }  # fmt: skip
-"""vLLM's releases, by the first digits of the SHA-256 of a file of their wheels."""
+"""vLLM's releases; a key is the start of the SHA-256 of a file in the release's wheel."""
 
 
 def names(*loaded: Any) -> str:

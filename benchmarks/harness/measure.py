@@ -55,7 +55,7 @@ def compiled_op(function: Function) -> Function:
 @dataclass(kw_only=True)
 class OpRow:
     """One measured op. Times are in microseconds: device times, or wall times on a CPU; None if a
-    device has no such time. ``*_range`` are the 20th and 80th percentile."""
+    device has no such time. ``*_range`` are the 20th and 80th percentiles."""
 
     case: str
     shape: str
@@ -68,13 +68,13 @@ class OpRow:
     compiled_us: float | None = None  # time per call, compiled with dynamic sizes
     eager_us: float | None = None  # time per call in a CUDA graph, without a compiler
     baseline_us: float | None = None  # time of the baseline on the same inputs
-    roofline_us: float | None = None  # the longer of the bytes at a large copy's rate, and the FLOP
+    roofline_us: float | None = None  # the longer of two times: bytes at a copy's rate, and FLOP
     copy_us: float | None = None  # time of a copy of as many bytes
     bandwidth_gbs: float | None = None
     kernels: int | None = None  # kernels of one compiled call
     host_us: float | None = None  # Python time per call outside of a graph (also the next)
     baseline_host_us: float | None = None
-    baseline_agrees: bool | None = None  # byte for byte, or within the tolerance of its own tests
+    baseline_agrees: bool | None = None  # byte for byte, or within the baseline's tolerance
     baseline_max_diff: float | None = None  # maximum difference of an element
     baseline_note: str | None = None
     baseline_error: str | None = None
@@ -145,7 +145,7 @@ class OpBench:
 
     @classmethod
     def run(cls, options: argparse.Namespace) -> None:
-        """Check and time the cases of the command line."""
+        """Check and time the cases that the command line selects."""
         device = chosen_device(options)
         start = time.perf_counter()
         groups = options.cases or (options.smoke and cls.smoke_groups) or cls.groups
@@ -189,7 +189,7 @@ class OpBench:
         return {}
 
     def measure(self, case: Case) -> OpRow:
-        """Check and time one case. An error goes into the row, and the run raises it at its end."""
+        """Check and time a case. The row gets an error, which the run raises at its end."""
         start = time.perf_counter()
         row = OpRow(
             case=case.case, shape=case.shape, variant=case.variant, requests=case.requests,
@@ -220,8 +220,8 @@ class OpBench:
     def graph_us(self, calls: Sequence[Call], *, repeated: bool = True) -> float:
         """Return the device time of one call, in a graph of several calls.
 
-        If a call reads little, its repeat in the same graph would find the data in the L2. For such
-        calls, a graph per call is more accurate, although its time includes the graph's launch.
+        If a call reads little, its repeat in the same graph would find the data in the L2. Without
+        repeats the time is more accurate, although more of it is the graph's launch.
         """
         calls = captured_calls(calls) if repeated else calls
         return Capture(calls).device_us(self.cold).median
@@ -316,7 +316,7 @@ class OpBench:
         return capture.device_us(self.cold)
 
     def time_baseline(self, at: Checked) -> None:
-        """Compare and time the baseline; the row gets its error."""
+        """Compare the baseline with the expected results, then time it."""
         row, work = at.row, at.work
         assert work.baseline is not None
         row.baseline_note, of_baseline = work.baseline_note, work.of_baseline()
@@ -334,7 +334,7 @@ def _fields(timing: Timing) -> tuple[float, list[float]]:
 
 
 def _captured(call: Call, work: Work) -> list[Call]:
-    """Return the calls of a CUDA graph, one per input set."""
+    """Return the calls of a CUDA graph: one per input set, repeated if there are few sets."""
     return captured_calls([functools.partial(call, *args) for args in work.sets])
 
 

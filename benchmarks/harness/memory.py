@@ -15,7 +15,7 @@ _VECTOR = 16
 
 
 class ColdCache:
-    """Empties the L2 by reading a buffer of four times its size, so that no line is dirty."""
+    """Empties the L2 by reading a buffer four times as large, so that no line is dirty."""
 
     def __init__(self, device: torch.device) -> None:
         size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
@@ -37,7 +37,7 @@ class Copies:
         self.bytes_per_us = 2 * _LARGE / self.us(2 * _LARGE)
 
     def us(self, moved_bytes: int) -> float:
-        """Return the time of a copy that reads half of ``moved_bytes`` and writes as many."""
+        """Return the time of a copy that reads half of ``moved_bytes`` and writes the rest."""
         size = round_up(max(moved_bytes // 2, 1), _VECTOR)
         if size not in self._known:
             self._known[size] = self._measured(size)

@@ -66,5 +66,5 @@ size = bounded_int(1)
 
 
 def sizes(text: str) -> Sequence[int]:
-    """Parse distinct ints of at least 1, and sort them."""
+    """Parse ints of at least 1; return the distinct ints, sorted."""
     return tuple(sorted({size(part) for part in text.split(",")}))

@@ -117,7 +117,7 @@ def _process(
     with torch.no_grad():
         ranks.run()
     dist.barrier()
-    os._exit(0)  # a captured collective may outlive its group
+    os._exit(0)  # no teardown, because a captured collective may outlive its group
 
 
 def replays_us(graph: Any, replays: int) -> float:

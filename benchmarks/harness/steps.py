@@ -13,7 +13,7 @@ from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.testing.checkpoint import FLASH, PRO
 
 MODELS = {"flash": FLASH | {"index_topk": 512}, "pro": PRO | {"index_topk": 1024}}
-"""Configs with the ``index_topk`` of released models; ``FLASH`` itself has that of a tiny model."""
+"""Configs with the ``index_topk`` of released models; ``FLASH`` and ``PRO`` have a tiny model's."""
 
 SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
 SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 256, "vocab_size": 260, "index_topk": 16}

@@ -21,7 +21,7 @@ class Row:
     weight_bytes: float = 0.0  # bytes of weights and scales that a call reads
     us: float | None = None  # our op, with ``impl="auto"``
     impl: str = ""  # what "auto" selects
-    pct_of_copy: float | None = None  # rate of weight_bytes, relative to that of copies
+    pct_of_copy: float | None = None  # rate of weight_bytes, in percent of a copy's rate
     baseline_us: float | None = None  # torch with bf16 weights: ``F.linear`` or grouped GEMMs
     scaled_mm_us: float | None = None  # torch's FP8 GEMM, with quantisation of the activations
     humming_us: float | None = None  # Humming's experts (``baselines/humming.py``)
@@ -41,6 +41,6 @@ class Row:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the error, relative to that of the expected result."""
+    """Return the norm of the error, relative to the norm of the expected result."""
     difference = found.float() - expected.float()
     return float(difference.norm() / expected.float().norm())

@@ -126,7 +126,7 @@ def checked(work: Work, written: Written, call: Call) -> list[Tensor]:
 
 
 def differing_bytes(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
-    """Count differing bytes; raise WrongResult if numbers, shapes or dtypes of results differ."""
+    """Count differing bytes; raise WrongResult if the count, shapes or dtypes of results differ."""
     kinds = [
         [(tensor.dtype, list(tensor.shape)) for tensor in result] for result in (actual, expected)
     ]

@@ -16,8 +16,8 @@ _QUANTIZATION = {
     "activation_scheme": "dynamic",
     "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
 }
-"""Values that the fields of quantization_config must have. Only ``quant_method`` must be present; a
-missing field has the value given here."""
+"""Values that the fields of quantization_config must have. ``quant_method`` must be present; any
+other field may be missing, and then counts as the value given here."""
 
 _FORMATS = (None, "e4m3", "float8_e4m3fn")
 """Accepted names of the code format. Loaders do not read this field."""

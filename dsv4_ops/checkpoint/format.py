@@ -37,8 +37,8 @@ V4 = "deepseek_v4"
 E4M3, E8M0, FP4_PAIRS = "F8_E4M3", "F8_E8M0", "I8"
 """Dtype names in safetensors headers: FP8 codes, UE8M0 scales, and two FP4 codes per byte."""
 DSPARK = ("main_proj", "main_norm", "markov_head", "confidence_head")
-"""Parts of tensor names that only a DSpark draft has. The tensors of all drafts are under
-``mtp.``."""
+"""Parts of tensor names that only a DSpark draft has. The names of the tensors of all drafts begin
+with ``mtp.``."""
 
 _DTYPES = {
     E4M3: torch.float8_e4m3fn,
@@ -58,11 +58,10 @@ class CheckpointInfo(NamedTuple):
     Attributes:
         num_tensors: Number of tensors in all shards.
         num_bytes: Size of these tensors in bytes.
-        expert_dtype: "fp4" or "fp8", from the header.
-        scale_dtype: "F8_E8M0" or "F32", from the header.
+        expert_dtype: "fp4" or "fp8": for V4 from the header, for other families always "fp8".
+        scale_dtype: "F8_E8M0" or "F32", from the header; "none" if there are no scales.
         draft: Kind of the draft layers: "mtp", "dspark" or "none". In V4 the names of their tensors
-            begin with ``mtp.``; other families number a draft layer like a layer after the last
-            one.
+            begin with ``mtp.``; other families number draft layers after the last layer.
         names_experts: Whether the config has ``expert_dtype``; if not, Hugging Face assumes "fp8".
         model_type: "deepseek_v4", "deepseek_v32", "deepseek_v3" (also for R1), "deepseek_v2" or
             "glm_moe_dsa".
@@ -329,7 +328,7 @@ def check_checkpoint(
             The headers are always read.
         scales: Whether to read the scales, which are 1/20 of V4's bytes and 1/4000 of V3's bytes.
         codes: Whether to read FP8 codes and unquantised weights too, and refuse NaN and infinity.
-            Every byte is then read once, 16 MB at a time, except FP4 codes, which are always
+            Every byte is then read once, 16 MiB at a time, except FP4 codes, which are always
             numbers. ``patch`` checks the codes of the modules that it patches, on the model's
             device.
 
@@ -470,8 +469,8 @@ def draft_tensors(
 
     Returns:
         The prefix of the names of the draft layer's tensors, and these tensors by their names
-        without the prefix. The prefix is "mtp.0." for V4; for other families it is the prefix of a
-        layer after the last one.
+        without the prefix. The prefix is "mtp.0." for V4; other families number the draft layer
+        after the last layer.
 
     Raises:
         ValueError: the files hold no draft layer or several, or a tensor of the layer is missing,

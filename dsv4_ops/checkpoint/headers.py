@@ -61,14 +61,14 @@ def read_headers(
     Args:
         path: The folder.
         op: Public function that an error names.
-        selects: Function of a tensor's name that says whether to read the tensor. Shards without a
-            selected tensor are not opened.
+        selects: Function of a tensor's name that says whether to return the tensor. Shards without
+            a selected tensor are not opened.
 
     Returns:
         The selected tensors, by name.
 
     Raises:
-        ValueError: a file is missing or broken, a tensor is not in the shard that the index says,
+        ValueError: a file is missing or broken, a tensor is not in the shard that the index names,
             or a tensor is in two shards.
     """
     if (path / WHOLE).is_file():

@@ -355,8 +355,8 @@ def selftest() -> None:
 
 
 def _selftest_outcome() -> str:
-    """Run ``selftest`` in a fresh process without caches, because the first compilation of a
-    process must use the lowerings."""
+    """Run ``selftest`` in a fresh process without caches, to test that the first compilation of a
+    process uses the lowerings."""
     code = "import dsv4_ops.cli.doctor as d; d.selftest()"
     status, _, message = _child(["-c", code], TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     return f"exit status {status}: {message}" if status else "passed"
@@ -463,7 +463,7 @@ def _aot_inductor(problems: Problems) -> Section:
 
 
 def linked_libraries(compiler: str) -> list[str]:
-    """List the libraries that a C++ shared library built with ``compiler`` loads.
+    """Build a C++ shared library with ``compiler``, and list the libraries that it loads.
 
     Args:
         compiler: The compiler's command, with or without options.

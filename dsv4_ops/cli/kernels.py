@@ -70,7 +70,7 @@ class KernelReport:
     """The resources that a kernel needs.
 
     Args:
-        op: Op whose launcher launches the kernel.
+        op: Name in ``examples`` of the call that launches the kernel.
         kernel: Name of the kernel.
         warps: Warps per program.
         registers: Registers per thread.
@@ -322,8 +322,8 @@ def _experts(
 
 
 def examples() -> dict[str, Call]:
-    """Return arguments of a typical call of every op with a kernel, by the op's name. The names of
-    other calls have the form "op, variant"."""
+    """Return the arguments of typical calls, by name, for every op with a kernel. A name is the
+    op's name, or has the form "op, variant"."""
     main = MainLayout(64).allocate(1024, "meta")
     indexer = IndexerLayout(64).allocate(1024, "meta")
     pages_of_2 = MainLayout(2).allocate(1024, "meta")
@@ -481,8 +481,8 @@ def examples() -> dict[str, Call]:
 def recorded(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int] | None = None
 ) -> list[_Launch]:
-    """Record the launches of ``op`` on a GPU of capability ``where``, by our launcher or by that of
-    the library in ``settings["impl"]``."""
+    """Record the launches of ``op`` on a GPU of capability ``where``, by our launcher or by the
+    launcher of the library in ``settings["impl"]``."""
     launches: list[_Launch] = []
     impl = settings.get("impl", TRITON)
     if impl == TRITON and op in HOPPER_ONLY and where != HOPPER:

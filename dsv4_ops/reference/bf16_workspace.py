@@ -1,4 +1,4 @@
-"""Gather paged FP8 caches into bf16 rows and index lists for a prefill.
+"""Gather rows of paged FP8 caches as bf16, and list the rows that each token of a prefill sees.
 
 These functions run where Triton is not installed, and define the results of the kernels in
 ``kernels/sparse_mla/bf16_workspace.py``.
@@ -6,7 +6,7 @@ These functions run where Triton is not installed, and define the results of the
 For every request, the workspace has space for all rows of two block tables: first the compressed
 rows, then the window rows. So the size of the workspace depends on shapes alone. Only rows that a
 token of the call may see are written. Which rows these are, and which window row comes first,
-depends on values.
+depends on the tensors' values.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Prefill(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Maximum number of window rows, and of compressed rows, in a token's list. The first is at
-        most the number of rows of a request."""
+        """Maximum number of window rows, and of compressed rows, in a token's list. The first is
+        ``window_size``, unless a request has fewer rows."""
         swa = sym_min(self.window_size, self.swa.rows)
         return swa, self.extra_rows if self.topk_indices is None else self.topk_indices.shape[1]
 
@@ -84,7 +84,7 @@ class Spans(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The bf16 rows [num_rows, 512], and the lists [num_tokens, padded] of rows that tokens see."""
+    """The bf16 rows [num_rows, 512], each token's list of rows [num_tokens, padded], and sinks."""
 
     kv: Tensor
     slots: Tensor
@@ -93,7 +93,7 @@ class Rows(NamedTuple):
 
 
 def gather_rows(call: Prefill, sink: Tensor | None, multiple: int) -> Rows:
-    """Gather the rows of a call and make its lists, whose columns are padded to a ``multiple``."""
+    """Gather the rows of a call and make its lists, padded to a multiple of ``multiple``."""
     spans = find_spans(call)
     segments = [_gathered(call.swa, spans.ends, spans.counts)]
     if call.extra is not None:

@@ -2,11 +2,11 @@
 row may see.
 
 The chunk plan is greedy but needs no loop. A group is a range of requests that fits both limits, on
-rows and on logits. If a group fits, so does a shorter group with the same start. So a binary search
+rows and on logits. If a range fits, so does a shorter range with the same start. So a binary search
 finds the end of the longest group that starts at request i, for every i at once. The next group
 starts at this end. So pointer doubling, which begins with request 0, finds the starts of all
-groups. A group is one chunk, except for a request that has too many logits by itself: its queries
-are divided among several chunks, which a prefix sum and a search find.
+groups. A group is one chunk, unless it is a single request with too many logits. The queries of
+this request are divided among several chunks, which a prefix sum and a search find.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _orbit(successor: Tensor) -> Tensor:
 
 
 def _queries_per_chunk(num_queries: Tensor, num_rows: Tensor, max_logits: int) -> Tensor:
-    """Return the maximum number of query rows of a chunk that has at most ``max_logits`` logits; at
-    least one row."""
+    """Return the number of queries per chunk of a group: all queries, or as many as have at most
+    ``max_logits`` logits; at least one."""
     bounded = (max_logits // num_rows.clamp(min=1)).clamp(min=1)
     all_queries = num_queries.clamp(min=1)
     return torch.where(num_rows > 0, torch.minimum(bounded, all_queries), all_queries)

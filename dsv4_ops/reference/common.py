@@ -1,5 +1,5 @@
-"""Bounded table reads and a branch-free search. Reads stay in bounds whatever the indices are; a
-read outside a table returns "absent"."""
+"""Masked table reads, and a search without branches on values. Where a mask is False, an index may
+have any value, because the table is not read there."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def products_of_heads(rows: Tensor, weights: Tensor) -> Tensor:
     heads, n]."""
     if rows.device.type != "cpu":
         return torch.bmm(rows.transpose(0, 1), weights).transpose(0, 1)
-    # make tokens the last, dense dimension; otherwise Inductor guards on a single token on a CPU
+    # make tokens the last, dense dimension; otherwise Inductor on a CPU guards on num_tokens == 1
     columns = dense(rows.permute(1, 2, 0))
     return torch.bmm(weights.transpose(1, 2), columns).permute(2, 0, 1)
 
@@ -130,7 +130,7 @@ def remainder(values: Tensor, divisor: int) -> Tensor:
 
 def visible_rows(positions: Tensor, compress_ratio: int) -> Tensor:
     """Count the compressed rows that a token may see. A row covers ``compress_ratio`` positions;
-    tokens at or after the last of them see the row."""
+    tokens at or after the last of these positions see the row."""
     length = positions.clamp(min=ABSENT, max=INT32_MAX - 1).to(torch.int32) + 1
     return quotient(length, compress_ratio)
 

@@ -209,8 +209,8 @@ def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def swiglu(hidden: Tensor, limit: float) -> Tensor:
-    """Compute bf16 activations from the float32 columns of ``hidden``: first the gates, then the
-    ups. Clamp gates to at most ``limit``, and ups to the range from ``-limit`` to ``limit``."""
+    """Compute bf16 activations from float32 ``hidden``, whose columns are the gates, then the ups.
+    Clamp gates to at most ``limit``, and ups to the range from ``-limit`` to ``limit``."""
     gate, up = hidden.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(gate) * up).to(torch.bfloat16)

@@ -231,8 +231,8 @@ def best(keys: Tensor, topk: int, column: Tensor | None = None) -> Tensor:
     """Return the columns of the ``topk`` largest sort keys of every row, sorted by column; unused
     entries are -1.
 
-    Ties go to the lower column. If ``column`` is not None, its int64 numbers, below 2**31 - 1 and
-    in any order, replace the indices of columns."""
+    Ties go to the lower column. If ``column`` is not None, its int64 numbers replace the indices of
+    columns; they are below 2**31 - 1, in any order."""
     if column is None:
         column = torch.arange(keys.shape[1], device=keys.device)
     # sort key and column in one integer, so that there are no ties

@@ -123,8 +123,8 @@ def combine_topk_swa_indices(
 
 
 def spanned(slots: Tensor, block_size: int, span: int | None) -> Tensor:
-    """Convert slots of blocks that are ``block_size`` rows apart to slots of blocks that are
-    ``span`` rows apart; -1 for negative slots and results beyond int32."""
+    """Convert slots from blocks ``block_size`` rows apart to blocks ``span`` rows apart, unless
+    ``span`` is None; -1 for negative slots and results beyond int32."""
     if span is None:
         return torch.where(slots >= 0, slots, ABSENT)
     pages = quotient(slots, block_size).to(torch.int64)

@@ -90,7 +90,7 @@ def fp8_grouped_linear(
     impl: str = "auto",
 ) -> Tensor:
     rows = activation_values(x, x_scale, activations)
-    # make tokens the last, dense dimension; otherwise Inductor guards on a single token on a CPU
+    # make tokens the last, dense dimension; otherwise Inductor on a CPU guards on num_tokens == 1
     groups = dense(rows.permute((1, 2, 0) if x_scale is None else (0, 2, 1)))
     num_groups, _, num_tokens = groups.shape
     values = weight_values(weight, scale).unflatten(0, (num_groups, -1))

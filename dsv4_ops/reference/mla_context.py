@@ -1,5 +1,5 @@
-"""Attention over chunked contexts: the chunk plan, attention to one chunk, and the merge of
-log-sum-exps."""
+"""Attention over chunked contexts: the chunk plan, attention to one chunk, and the merge of results
+by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def mla_prefill(
         origin = torch.where(row_max == -torch.inf, 0.0, row_max)
         weights = torch.exp(logits - origin[:, None])
         total = weights.sum(-1)
-        # 0 times a NaN in the values of another request would be NaN
+        # a weight of 0 times a NaN in the values of another request would be NaN
         number = value.isfinite()
         summed = weights.to(q.dtype).to(torch.float32) @ torch.where(number, value, 0.0)
         poisoned = (mask & ~number.all(-1)).any(-1)

@@ -20,8 +20,8 @@ _NAN_CODE = 0x7F
 _EXPONENT = 23
 _UP_TO_SEVEN_QUARTERS = 0x1F
 """The sum of this number and the bf16 pattern of an amax carries into the exponent if the
-significand is above 1.75. 448 is 1.75 * 2^8. So the exponent of the sum, minus 8, is that of amax /
-448 rounded up to a power of two."""
+significand is above 1.75. 448 is 1.75 * 2^8. So the exponent of the sum, minus 8, is the exponent
+of amax / 448 rounded up to a power of two."""
 
 
 def bf16_bits(values: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ def to_bytes(words: Tensor, size: int) -> Tensor:
 
 def from_bytes(stored: Tensor, size: int) -> Tensor:
     """Assemble int32 words from little-endian bytes: [..., n * size] to [..., n]."""
-    # take slices instead of single bytes: for a view of fewer dimensions, Inductor on a CPU would
-    # guard on whether there is a single token
+    # take slices, not single bytes, which would be views with fewer dimensions: for such views,
+    # Inductor on a CPU guards on num_tokens == 1
     values = stored.to(torch.int32)
     words = values[..., ::size]
     for byte in range(1, size):

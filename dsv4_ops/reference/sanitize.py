@@ -45,7 +45,7 @@ class Listed(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Lists in the form that FlashMLA takes: padded, with -1 for absent rows."""
+    """Lists in the form that FlashMLA takes (padded, with -1 for absent rows), and sinks."""
 
     slots: Tensor
     lens: Tensor
@@ -57,8 +57,8 @@ class Prepared(NamedTuple):
 def list_slots(
     window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
 ) -> Prepared:
-    """Pad both lists to a ``multiple`` of columns, clamp each length to its list's width, and limit
-    sinks as ``finite_sink`` does."""
+    """Pad both lists to a multiple of ``multiple`` columns, clamp each length to its list's width,
+    and limit sinks as ``finite_sink`` does."""
     finite = finite_sink(sink)
     slots, lens = _listed(window, multiple)
     if extra is None:

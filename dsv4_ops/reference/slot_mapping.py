@@ -25,7 +25,7 @@ def compressed_slot_mapping(
     completes = completes & (remainder(position, compress_ratio) == compress_ratio - 1)
     local = position
     if cp_world_size > 1:
-        # torch would wrap a larger divisor to int32, to 0 say; no position is as large
+        # torch would wrap a larger divisor to int32, perhaps to 0; no position is as large
         turn = min(cp_interleave * cp_world_size, INT32_MAX)
         local = quotient(position, turn) * cp_interleave + remainder(position, cp_interleave)
     row = quotient(local, compress_ratio)

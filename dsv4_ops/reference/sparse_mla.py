@@ -41,8 +41,8 @@ def sparse_mla_plan(
 def splits(
     swa_lens: Tensor, extra_lens: Tensor | None, programs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the tokens: tokens with several splits first, then the others, by classes of decreasing
-    length.
+    """Order the tokens. Tokens with several splits come first; the others follow in classes of
+    length, the longest first.
 
     Returns:
         Three int32 tensors, each in that order of tokens: the tokens, their numbers of splits, and
@@ -122,7 +122,7 @@ def flash_mla_metadata(
     extra_width: int,
     num_sm_parts: int,
 ) -> Tensor:
-    """Number places of work consecutively through all tokens. A token has one place per block, then
+    """Places of work are numbered through all tokens. A token has one place per block, and then
     PART_OVERHEAD places. So a place determines a token and a block. The place at which a part
     starts determines the place at which the part ends, and the next part starts there."""
     num_tokens = swa_lens.shape[0]

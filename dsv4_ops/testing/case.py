@@ -84,7 +84,7 @@ class OpTesting:
             ``draw`` is a ``Draw``. No size is below ``min_size``; with a ``min_size`` of 2 or more,
             torch.compile specialises no size.
         precise: Function (*tensors, **settings) -> tuple, which has an ``Exact`` for each result
-            and then for each mutated argument. The entry is None if every implementation must match
+            and then for each mutated argument. An entry is None if every implementation must match
             the reference bit for bit. The error of a result may be 1.5 times the larger of one
             rounding and the reference's error in the same row. If ``precise`` is None, all results
             must match bit for bit.

@@ -88,8 +88,8 @@ TINY: dict[str, Any] = {
         "weight_block_size": [128, 128],
     },
 }
-"""A config with every kind of layer: sliding window, CSA, HCA, CSA, and a draft layer. The first
-two layers route by hash."""
+"""A config with every kind of layer: sliding window, C4, C128, C4, and a draft layer. The first two
+layers route by hash."""
 
 FLASH: dict[str, Any] = {
     **TINY,
@@ -107,7 +107,7 @@ FLASH: dict[str, Any] = {
     "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
     "vocab_size": 129280,
 }
-"""Sizes of DeepSeek-V4-Flash."""
+"""Sizes of DeepSeek-V4-Flash, except ``index_topk``."""
 
 PRO: dict[str, Any] = {
     **FLASH,
@@ -120,7 +120,7 @@ PRO: dict[str, Any] = {
     "moe_intermediate_size": 3072,
     "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
 }
-"""Sizes of DeepSeek-V4-Pro."""
+"""Sizes of DeepSeek-V4-Pro, except ``index_topk``."""
 
 # Centre and half width of the distribution of non-matrix weights, by a part of the weight's name.
 _RANGES = {
@@ -162,8 +162,8 @@ def write_checkpoint(
         ``path``.
 
     Raises:
-        ValueError: a size is not a multiple of a block, the family is unknown, or the files have no
-            tensor with the name and shape of one of ``weights``.
+        ValueError: a size is not a multiple of a block, the family is unknown, ``shards`` is below
+            1, or the files have no tensor with the name and shape of one of ``weights``.
         ImportError: safetensors is missing.
     """
     from safetensors.torch import save_file

@@ -84,7 +84,7 @@ def split_over(ranks: int, *, heads: bool = True, experts: str = "whole") -> Any
 
     Args:
         ranks: Number of processes.
-        heads: Whether to split attention heads. Patch such a model with ``parallel``.
+        heads: Whether to split attention heads. If so, patch the model with ``parallel``.
         experts: "whole" gives every rank some of the experts; "parts" gives every rank a part of
             each expert.
     """
@@ -142,7 +142,7 @@ def with_released_dtypes(model: Any, not_quantized: Sequence[str] = NOT_QUANTIZE
 
 
 def keep_float32(model: Any) -> Any:
-    """Cast the parameters to float32 that ``from_pretrained`` keeps in float32."""
+    """Cast to float32 the parameters that ``from_pretrained`` keeps in float32."""
     names = set(model._keep_in_fp32_modules_strict)
     for name, weight in model.named_parameters():
         if not names.isdisjoint(name.split(".")):

@@ -1,5 +1,5 @@
-"""Read the rows that a DeepSeek-V4 cache of one process, or of ranks that share it, stores, and
-compare the caches of the same tokens."""
+"""Read the rows of a DeepSeek-V4 cache, of one process or of ranks that share it, and compare the
+caches of the same tokens."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Rows(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How rows of one cache of a layer differ from those of another process.
+    """How the rows of a layer's cache differ between two processes.
 
     Attributes:
         median: Norm of a row's difference, relative to the row's norm: median over the rows.
-        worst: The same of the worst row.
+        worst: The same relative norm, of the worst row.
         layer: Number of the layer.
         name: Field of ``LayerCaches``.
         is_equal: Whether the rows have the same bits.
@@ -51,10 +51,10 @@ class Difference(NamedTuple):
 
 
 def differences(cache: Any, whole: Any) -> list[Difference]:
-    """Compare all rows of a cache with those of the cache of one process, which holds all rows.
+    """Compare the rows of a cache with the cache of a process that holds all rows.
 
-    Of each compressed row and indexer key, only the ranks that store it compare it. A cache in
-    which this process stores no row is left out.
+    Only the ranks that store a compressed row or an indexer key compare it. A cache in which this
+    process stores no row is left out.
     """
     found = []
     both = zip(stored_rows(cache), stored_rows(whole, cache.spec.layers.ranks), strict=True)
@@ -69,13 +69,13 @@ def differences(cache: Any, whole: Any) -> list[Difference]:
 
 
 def stored_rows(cache: Any, share: Any = None) -> Iterator[Rows]:
-    """Yield the rows that each cache of each layer holds of all requests, in the order of the
-    requests and of their positions.
+    """Yield the rows of all requests in each cache of each layer, in the order of the requests and
+    of their positions.
 
     Args:
         cache: ``PagedCache`` of a DeepSeek-V4.
-        share: ``ContextParallel`` of ranks. Of a cache that holds all rows, yield only those that
-            this process would hold if the ranks shared them. Without ``share``, yield all rows.
+        share: ``ContextParallel`` of ranks. Yield only the rows that this process would hold if the
+            ranks shared the cache, which holds all rows. Without ``share``, yield all rows.
     """
     layers = zip(cache.spec.kinds, cache.tensors.layers, strict=True)
     for number, (kind, caches) in enumerate(layers):

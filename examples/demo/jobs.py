@@ -168,7 +168,7 @@ class Job:
     def __init__(self, name: str, work: Work, progress: Progress) -> None:
         self.made = JOBS[name][1]
         folder = [f"--folder={work.folder}"] if work.folder else []
-        # the demo's own process runs the package too, with its own number of threads
+        # no limit for the package, which the demo's own process also runs, with all its threads
         threads = {} if name == "package" else {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, *arguments(work, name), f"--since={progress.since}", *folder],

@@ -120,8 +120,8 @@ def decode(side: Side, steps: int, step: Callable[..., Tensor] | None = None) ->
 def tokens_per_second(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> float:
     """Return the tokens per second of decode steps, after the prefill and a warm-up.
 
-    The speed is that of the best of several chunks of steps, because other processes may use the
-    machine. Tokens stay on the device.
+    The speed is the best of several chunks of steps, because other processes may use the machine.
+    Tokens stay on the device.
     """
     run = step or side.step
     logits = side.start()
@@ -151,7 +151,7 @@ def count_graphs(
 ) -> Graphs:
     """Compile the step of ``side`` with ``fullgraph=True``, and count graphs while it decodes.
 
-    The run starts with torch's own recompile limit; if torch raises, it continues with ``limit``.
+    The run starts with torch's recompile limit; if torch raises, the run continues with ``limit``.
 
     Args:
         side: The side to compile.

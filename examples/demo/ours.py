@@ -90,8 +90,8 @@ class Package:
 def package(
     side: Ours, steps: int, folder: Path, progress: Callable[[str], None] = lambda _: None
 ) -> Package:
-    """Export and compile the decode step of ``side``, and decode with it in a fresh process that
-    cannot import dsv4_ops or transformers.
+    """Export and compile the decode step of ``side``, and decode with the package in a new process
+    that cannot import dsv4_ops or transformers.
 
     Args:
         side: The side to compile.
@@ -100,7 +100,7 @@ def package(
         progress: Reports each phase.
 
     Raises:
-        RuntimeError: that process failed.
+        RuntimeError: the new process failed.
         Exception: an error of export or compilation.
     """
     from dsv4_ops.integrations import transformers as v4
@@ -123,7 +123,7 @@ def package(
 
 @contextmanager
 def _compilers_at_once() -> Iterator[None]:
-    """Compile the two C++ files of a package in parallel; Inductor would do it one by one."""
+    """Compile the two C++ files of a package in parallel; Inductor compiles them one by one."""
     from torch._inductor.cpp_builder import CppBuilder
 
     build = CppBuilder.build

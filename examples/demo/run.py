@@ -114,7 +114,7 @@ def _job_of(problem: str) -> str | None:
 def run(work: Work, progress: Progress) -> table.Demo:
     """Measure stock Hugging Face and the patched model."""
     steps = work.steps
-    # meanwhile, let Inductor test the compiler's vector instructions in other processes
+    # in the background, let Inductor test the compiler's vector instructions
     isa = threading.Thread(target=lambda: attempt(_try_compiler), daemon=True)
     with ExitStack() as stack:
         work = replace(work, folder=Path(stack.enter_context(TemporaryDirectory())))

@@ -22,7 +22,7 @@ class Stock:
         self.cache: Any = None
 
         def step(tokens: Tensor, cache: Any) -> Tensor:
-            # positional, because the argument's name depends on transformers
+            # positional, because the argument's name depends on the release of transformers
             logits: Tensor = model(tokens, None, None, cache, use_cache=True).logits
             return logits[:, -1]
 

@@ -45,7 +45,7 @@ class Figures:
     eager_speed: float
     """Tokens per second."""
     compiled_speed: float | Unmeasured | Failed
-    """Speed with Inductor's code."""
+    """Tokens per second with Inductor's code."""
     graphs: Graphs | Failed
     host_syncs: float | Unmeasured | Failed
     """Host synchronisations per decode step; stock's steps are eager, and ours compiled."""

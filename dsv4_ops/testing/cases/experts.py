@@ -87,8 +87,8 @@ def _fp4_case() -> tuple[Tensor, ...]:
 
 
 def _tiny_case() -> tuple[Tensor, ...]:
-    """Make up values and results near the smallest float32. A kernel that divides its sums by 2^32
-    would lose them."""
+    """Make ``_fp4_case``, but with up values and results near the smallest float32. A kernel that
+    divides its sums by 2^32 would lose these values."""
     x, weights, ids, gate_up, *rest = _fp4_case()
     x[:, 32:] *= 2.0**-122
     gate_up[:, 32:, :16] = 0

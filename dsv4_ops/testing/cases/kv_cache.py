@@ -24,8 +24,8 @@ _PAGES_OF_1 = {"block_size": 1, "layout": _TAG}
 
 
 def worked_row() -> Tensor:
-    """Return a bf16 row [1, 512]. The first block of 64 values has the documented example; the next
-    four blocks begin with 448, -450, infinity and NaN; the last 64 values are for RoPE."""
+    """Return a bf16 row [1, 512]. The first block of 64 values begins with 3, -0.3 and 0.01; the
+    next four blocks begin with 448, -450, infinity and NaN; the last 64 values are for RoPE."""
     k = torch.zeros(1, 512, dtype=torch.bfloat16)
     k[0, :3] = torch.tensor([3.0, -0.3, 0.01])
     k[0, 64], k[0, 128] = 448.0, -450.0

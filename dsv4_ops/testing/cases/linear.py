@@ -162,7 +162,7 @@ def _linear_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _sampled(
     draw: Draw, settings: dict[str, Any], min_size: int, rows: int, shape: tuple[int, ...]
 ) -> Case:
-    """Sample activations of ``shape``, or their codes for each group, and a weight."""
+    """Sample activations of ``shape``, or the activations' codes for each group, and a weight."""
     ue8m0 = bool(min_size) or draw.flag()
     weight = fp8_weight(draw.generator(), rows, shape[-1], ue8m0=ue8m0)
     # a quantised infinity decodes to a value above the largest float32

@@ -586,7 +586,7 @@ def _filled(rows: Tensor, slots: list[int], num_blocks: int, settings: dict[str,
 
 
 def _is_determined(case: Case) -> bool:
-    """Whether no token sees NaN, because results are undefined for NaN."""
+    """Whether no token sees NaN; otherwise results are undefined."""
     _, cache, *table = (each for each in case.tensors[:5] if each is not None)
     settings = {name: case.settings[name] for name in ("block_size", "layout")}
     keys, exists = decode_keys(cache, *table, **settings)

@@ -89,7 +89,7 @@ def _rope(
 
 
 def _rope_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    free = settings["inverse"]  # others share one compiled function: one ndim, dtype and width
+    free = settings["inverse"]  # else calls share one compiled function: one ndim, dtype and width
     sizes = ((512, 64), (128, 64), (12, 4), (7, 6), (64, 64), (2, 2), (3, 0))
     dim, rope_dim = draw.one_of(*sizes) if free else (512, 64)
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 9, 17), min_size)

@@ -392,7 +392,7 @@ def sink_of(seed: torch.Generator) -> Tensor:
 
 
 def _plan(draw: Draw, settings: dict[str, Any], num_tokens: int, least: int) -> Tensor | None:
-    """Sample a plan or None. The plan is for other lengths than the lengths of the call."""
+    """Sample a plan or None. The plan is for lengths other than the lengths of the call."""
     free = settings["num_splits"] == 0 and not settings["batch_invariant"]
     if not free or not (least or draw.flag()):
         return None

@@ -1,4 +1,4 @@
-"""Check that an op has every layer, with the same parameters, with documentation and with tests."""
+"""Check that an op has all layers, the same parameters in each layer, documentation and tests."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
 
 
 def _has_nan(outcome: Results) -> bool:
-    """Whether opcheck cannot check AOT dispatch, because opcheck treats NaN as unequal to NaN."""
+    """Whether results have NaN, which opcheck's check of AOT dispatch never accepts as equal."""
     return any(bool(each.isnan().any()) for each in outcome if each.is_floating_point())
 
 
