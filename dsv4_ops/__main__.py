@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Return its exit status: 0 for success, 1 for problems, 2 for bad usage, 141
-    if the output is closed."""
+    """Run one command. Return its exit status: 0 for success, 1 for problems, 2 for wrong arguments
+    or if ``kernels`` lacks Triton, 141 if the output is closed."""
     try:
         status = _run(argv)
         sys.stdout.flush()

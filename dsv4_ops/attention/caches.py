@@ -17,8 +17,8 @@ from dsv4_ops.dispatch import in_pool
 def mark_static(*tensors: Tensor) -> None:
     """Tell torch.compile that these tensors keep their addresses.
 
-    Inductor skips CUDA graphs for a function that mutates an unmarked argument. Call this before
-    the first compile; module buffers (such as ``KVCacheBuffers``) need no mark.
+    Inductor skips CUDA graphs for a function that mutates an unmarked argument. Call this function
+    before the first compile; module buffers (such as ``KVCacheBuffers``) need no mark.
 
     Args:
         tensors: Caches passed to the compiled function as arguments.
@@ -30,17 +30,17 @@ def mark_static(*tensors: Tensor) -> None:
 def pool_view(pool: Tensor, layout: Layout, *, block_stride: int, offset: int = 0) -> Tensor:
     """Return one layer's cache in a pool of bytes that many layers share, as in vLLM.
 
-    A compiled function must have the pool as its argument and call this function itself: the graph
+    A compiled function must take the pool as its argument and call ``pool_view`` inside: the graph
     then has one input for all caches, and our ops write to it in place. Do not pass views as
-    arguments instead. ``torch.compile`` refuses views of one storage with different dtypes. Views
-    that hide that they share memory (``torch.from_dlpack``) compile, but the code may write old
-    bytes back over what another layer has written, so ``check_apart`` refuses such views.
+    arguments: ``torch.compile`` refuses views of one storage with different dtypes. Views that hide
+    their shared memory (from ``torch.from_dlpack``) compile, but the compiled code may overwrite
+    with old bytes what another layer has written, so ``check_apart`` refuses such views.
     ``pool_view`` is not for packages of AOTInductor, which have no Python to call.
 
     Args:
         pool: The bytes of all blocks, [num_blocks * block_stride] or [num_blocks, block_stride],
-            uint8, contiguous. Pass two dimensions if the number of blocks is symbolic: in one
-            dimension that number is a quotient, which Inductor refuses as a loop size.
+            uint8, contiguous. Pass two dimensions if the number of blocks is symbolic: with one
+            dimension, this number is a quotient, which Inductor refuses as a loop size.
         layout: Layout of the cache.
         block_stride: Bytes from one block of the pool to the next, a multiple of 16.
         offset: First byte of the cache in each block, a multiple of 16.
@@ -103,8 +103,8 @@ _ALIGNMENT = 16
 def check_apart(**tensors: Tensor) -> None:
     """Raise if tensors share memory in a way that a compiler cannot see.
 
-    Call this once with all caches that a compiled function has as arguments. Views of one storage
-    pass, because ``torch.compile`` sees that they share memory.
+    Call this function once, with all caches that a compiled function takes as arguments. Views of
+    one storage pass, because ``torch.compile`` sees that they share memory.
 
     Raises:
         ValueError: two tensors of different storages overlap, as after ``torch.from_dlpack``.

@@ -56,9 +56,9 @@ def dsa_layer(
     """Insert a step's latents and indexer keys, select rows, and attend to them.
 
     Decodes and prefills are computed alike: every token attends, with an absorbed query, to the
-    ``index_topk`` rows that its indexer scores highest, or to all rows if it sees fewer. Ties go to
-    the earlier row. If ranks share the cache, each rank scores its own keys with all heads of the
-    indexer; the ranks exchange the scores of their best keys, and merge their attention.
+    ``index_topk`` visible rows that the indexer scores highest, or to all if there are fewer. Ties
+    go to the earlier row. If ranks share the cache, each rank scores its own keys with all heads of
+    the indexer; the ranks exchange the scores of their best keys, and merge their attention.
 
     Args:
         spec: The model's attention configuration.
@@ -127,7 +127,7 @@ def dsa_layer(
 def _select(
     spec: DsaSpec, indexer: IndexerInputs, table: Tensor, cache: Tensor, step: MlaStep
 ) -> Tensor:
-    """Insert the step's indexer keys and select the rows of every token, as cache slots."""
+    """Insert the step's indexer keys, and return the slots of the rows selected for every token."""
     turn: dict[str, Any] = {"rope_first": True, "interleaved": spec.interleaved}
     k, size = apply_rope(indexer.k, step.positions, table, **turn), spec.block_size
     if spec.indexer_layout == PlainLayout.tag:

@@ -25,7 +25,7 @@ class DsaSpec(MlaSpec):
 
     The spec also has the fields of ``MlaSpec``; ``layout`` must be "plain" or "mla_ds_fp8", and
     ``query`` must be None. Ranks of ``parallel`` may have parts of the attention heads, but each
-    rank has the whole indexer: an indexer has few heads, and all ranks must select the same rows.
+    rank has all heads of the indexer: they are few, and all ranks must select the same rows.
 
     Args:
         index_topk: Rows that the indexer selects for a token. The token attends to no other rows.
@@ -81,7 +81,7 @@ class DsaSpec(MlaSpec):
         return IndexerLayout.head_dim
 
     def index_cache_layout(self) -> Layout:
-        """Layout of a layer's indexer keys."""
+        """Return the layout of a layer's indexer keys."""
         if self.indexer_layout == PlainLayout.tag:
             return PlainLayout(self.block_size, self.index_dim, self.dtype)
         return IndexerLayout(self.block_size)

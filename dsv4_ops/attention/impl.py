@@ -73,7 +73,7 @@ def check_layer_impl(layer: LayerCall, schedule: str) -> None:
     if parts > 1:  # a view with the shape of the gathered queries
         q = q[:, :1].expand(-1, q.shape[1] * parts, -1)
     check_device(_OP, impl, q.device)
-    if impl in LIBRARIES and not torch.compiler.is_compiling():  # the lowering checks it
+    if impl in LIBRARIES and not torch.compiler.is_compiling():  # else the lowering checks
         require(_OP, impl)
     if impl == TRITON:
         _check_ours(layer)

@@ -65,10 +65,11 @@ def attention_layer(
             take any batch, and their results agree up to rounding. If ranks share the rows,
             "prefill" runs as "decode". "decode" fuses the inverse RoPE if the output is bfloat16
             and has DeepSeek-V4's sizes; otherwise the inverse RoPE is a kernel of its own.
-        state_rings: Whether the step may overwrite compressor states that it also reads, as in
-            short rings. If every request has at most the cache's ``next_n`` tokens, pass False:
-            states are then saved without a launch of their own, and a "c4" decode with FP8 caches
-            does all its inserts in one launch (``insert_c4_step``).
+        state_rings: Whether the step may overwrite compressor states that it also reads, as with
+            short rings of state blocks. Pass False if every request has at most the ``next_n``
+            tokens for which the rings were sized: states are then saved without a launch of their
+            own, and a "c4" decode with FP8 caches does all its inserts in one launch
+            (``insert_c4_step``).
         save_first: Whether all compressor states are saved before any state is read; requires
             ``state_rings=False``. Pass True if requests may share blocks that one request fills in
             this step, as in a prefix cache: with False, compressed rows may then be wrong. Without
@@ -155,7 +156,7 @@ def insert(
 ) -> tuple[Tensor, IndexerQuery | None]:
     """Write the step to the layer's caches; return the queries of attention and indexer.
 
-    Without state rings, a C4 decode of the model's sizes takes one op (``insert_c4_step``).
+    Without state rings, a C4 decode of V4's sizes, with FP8 caches, is one op (``insert_c4_step``).
     """
     spec, kind = layer.spec, layer.kind
     fp8 = (spec.layout, spec.indexer_layout) == (MainLayout.tag, IndexerLayout.tag)

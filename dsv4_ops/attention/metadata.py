@@ -185,7 +185,7 @@ class PrefillMetadata(_Tensors):
 
     Attributes:
         split: Numbers of decodes, prefills, decode tokens and prefill tokens, [4].
-        gather_lens: Number of each request's last positions whose window keys are needed,
+        gather_lens: Number of last positions of each request that its tokens' windows cover,
             [num_reqs].
         c4_cu_seq_lens: Offsets of the requests in the gathered indexer keys, [num_reqs + 1].
         c4_row_start, c4_row_stop: First visible row of the gathered indexer keys, and one past the
@@ -236,8 +236,8 @@ def build_decode_metadata(
             that write nothing.
         block_tables: Block tables of every cache group.
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool. If None, tokens
-            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A token that is valid
-            but has no slot attends and writes nothing.
+            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A valid token without a
+            slot attends, but writes nothing.
 
     Returns:
         ``DecodeMetadata`` with num_tokens rows.
@@ -360,8 +360,7 @@ def token_slots(
 ) -> Tensor:
     """Compute the slots of tokens in a cache with one row per token.
 
-    Every token that exists gets a slot. With ``slot_mapping``, tokens without a slot in it get
-    none.
+    Padding tokens get -1. With ``slot_mapping``, tokens whose entry there is negative get -1, too.
     """
     stored = tokens.positions if slot_mapping is None else slot_mapping
     sizes = {"block_size": block_size, "compress_ratio": 1}

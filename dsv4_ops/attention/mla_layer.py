@@ -42,9 +42,9 @@ def mla_layer(
 ) -> Tensor:
     """Insert a step's latents into the layer's cache and attend to all visible rows.
 
-    Decode tokens attend to latent rows with absorbed queries. With the context "chunked", prefill
-    tokens attend to expanded keys and values: first those of the step, then those of the context,
-    chunk by chunk.
+    With the context "absorbed", all tokens attend to latent rows with absorbed queries. With
+    "chunked", only decode tokens do, and prefill tokens attend to expanded keys and values: first
+    those of the step, then those of the context, chunk by chunk.
 
     Args:
         spec: The model's attention configuration.
@@ -142,15 +142,15 @@ def absorbed_queries(spec: MlaSpec, q: Tensor, weights: MlaWeights) -> Tensor:
 
 
 def attended_values(spec: MlaSpec, attended: MlaAttention, weights: MlaWeights) -> Tensor:
-    """Merge this rank's attention with the attention of the other ranks to their rows; return the
-    values of this rank's heads, [num_tokens, num_heads * v_head_dim]."""
+    """Merge the attention of all ranks, each to its own rows; return the values of this rank's
+    heads, [num_tokens, num_heads * v_head_dim]."""
     ranks = spec.ranks
     if ranks is not None and ranks.shards_heads:
         attended = MlaAttention(*cp_combine(*attended, ranks.group, via=ranks.via))
     up = mla_v_up(attended.out.to(spec.dtype), weights.w_uv)  # for FP8 queries, out is bfloat16
     if ranks is None or ranks.shards_heads:
         return up
-    # ranks exchange values, after the expansion, because values are a quarter as wide as latents
+    # ranks exchange values and not latents, because values are a quarter as wide
     values = up.unflatten(-1, (spec.num_heads, spec.v_head_dim))
     return merge_states(*every_rank(values, attended.lse, ranks)).out.flatten(1)
 

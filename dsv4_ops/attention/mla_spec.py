@@ -70,8 +70,8 @@ class MlaSpec:
         chunk_plan: "packed" or "equal"; as for ``context_chunks``.
         batch_invariant: Whether a decode token's result is bit-identical regardless of the other
             tokens in the batch.
-        impl: Implementation of the attention ops; "auto" picks the fastest one. An op that lacks
-            the named implementation runs its fastest one, too.
+        impl: Implementation of the attention ops; with "auto", and where an op lacks the named
+            implementation, the fastest one runs.
         parallel: Ranks that share the cache of every sequence; None if each rank has its own cache.
     """
 
@@ -231,8 +231,8 @@ class MlaSpec:
 
     @property
     def break_even(self) -> int:
-        """Query tokens per request above which "chunked" takes less work than "absorbed": 171 for
-        V3.
+        """Minimum query tokens per request for which "chunked" takes less work than "absorbed": 171
+        for V3.
 
         An absorbed query takes 2 * kv_lora_rank + qk_rope_head_dim multiplications per key and
         head. An expanded query takes qk_nope_head_dim + qk_rope_head_dim + v_head_dim, plus the
@@ -244,7 +244,7 @@ class MlaSpec:
         return -(-self.kv_lora_rank * expanded // saved) if saved > 0 else 2**31
 
     def cache_layout(self) -> Layout:
-        """Layout of a layer's cache."""
+        """Return the layout of a layer's cache."""
         if self.layout == PlainLayout.tag:
             return PlainLayout(self.block_size, self.width, self.dtype)
         return mla_layout(self.layout, self.block_size, self.width)

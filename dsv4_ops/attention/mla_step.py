@@ -31,14 +31,14 @@ class MlaStep:
         req_indices: Request of the token, [num_tokens], int32; -1 for padding.
         positions: Position of the token, [num_tokens], int64; -1 for padding.
         slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing on
-            this rank, such as tokens of other ranks.
+            this rank, such as those that other ranks store.
         decode_lens: Number of rows of this rank that each decode token sees, [max_decode_tokens],
             int32; 0 for padding.
         decode_req_indices: Request of each decode token, [max_decode_tokens], int32.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
         decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
-            int32: decode tokens of one request can share reads of its rows. None if no request has
-            several decode tokens.
+            int32, which lets decode tokens of a request share reads of its rows. May be None if no
+            request has several decode tokens.
         counts: Numbers of decodes, prefills, decode tokens and prefill tokens, [4], int32; at most
             max_decode_tokens tokens are decode tokens.
         prefill_start_loc: First prefill token of every request and one past the last, [num_reqs +
@@ -240,8 +240,8 @@ def _with_prefills(
 
 
 def _chunk_slots(spec: MlaSpec, chunks: ContextChunks, block_table: Tensor) -> Tensor:
-    """Compute the slots of this rank's rows. If ranks share the cache, some of the last rows may
-    be unwritten memory."""
+    """Compute the slots of this rank's rows. If ranks share the cache, a request's last slots may
+    hold unwritten memory."""
     slots = []
     for chunk in range(spec.max_chunks):
         starts, cu_seq_lens = chunks.local_starts[chunk], chunks.local_cu_seq_lens[chunk]

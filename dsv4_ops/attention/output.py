@@ -40,7 +40,7 @@ def attend_decode(
     inverse_rope: bool,
     sink: bool = True,
 ) -> SparseMla:
-    """Split-KV attention for few tokens; C4 layers attend to the ``selected`` slots.
+    """Attend with split keys, for few tokens; C4 layers attend to the ``selected`` slots.
 
     ``selected`` holds the slots, and an upper bound of the number of slots per token.
     """
@@ -77,7 +77,7 @@ def attend_decode(
 
 
 def attend_prefill(layer: LayerCall, q: Tensor, selected: Tensor | None) -> Tensor:
-    """Attention for many tokens; C4 layers attend to the ``selected`` rows of their requests."""
+    """Attend through block tables, for many tokens; C4 layers attend to the ``selected`` rows."""
     spec, kind, _, weights, caches, step = layer
     table = compressed_table(step, kind)
     extra = (None if table is None else caches.compressed, table, selected)

@@ -42,8 +42,8 @@ class ContextParallel:
             ranks all-gather them.
         shards_heads: Whether each rank has a part of the query heads (tensor parallelism of the
             projections around the attention). Ranks then gather the queries of all heads, and each
-            rank gets the output of its own heads. Otherwise each rank has all heads, gathers every
-            rank's output, and in V3 runs prefills by itself.
+            rank gets the output of its own heads. Otherwise each rank has all heads and gathers
+            every rank's output; in V3, each rank then computes all prefills.
         shards_index_heads: Whether each rank has a part of the indexer's heads. Ranks then score
             with the gathered queries of all heads, so that they select the same rows as one GPU.
 

@@ -20,9 +20,9 @@ from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA
 from dsv4_ops.ops.rope import ROPE_DIM, SCALE_LAYOUTS, rope_cos_sin_cache
 
 KINDS = ("window", "c4", "c128")
-"""Layer kinds: "window" (sliding) attends to the sliding window only, "c4" (CSA, ratio 4) also
-attends to the compressed rows that its indexer selects, "c128" (HCA, ratio 128) also attends to
-every compressed row.
+"""Layer kinds: "window" attends to the sliding window only; "c4" (CSA, ratio 4) also attends to the
+compressed rows that its indexer selects; "c128" (HCA, ratio 128) also attends to every compressed
+row.
 """
 
 _SIZES = ("num_groups", "head_dim", "rope_dim", "c4_state_block_size", "c128_state_block_size")
@@ -221,23 +221,23 @@ class LayerSpec:
         return float(self.head_dim**-0.5)
 
     def ratio(self, kind: str) -> int:
-        """Positions per compressed row of a "c4" or "c128" layer."""
+        """Return the positions per compressed row of a "c4" or "c128" layer."""
         return self.attention.c4_ratio if kind == "c4" else self.attention.c128_ratio
 
     def block_size(self, kind: str) -> int:
-        """Rows per block of the compressed cache (and indexer cache) of a kind."""
+        """Return the rows per block of the compressed cache (and indexer cache) of a kind."""
         return self.attention.block_tokens // self.ratio(kind)
 
     def state_block_size(self, kind: str) -> int:
-        """Tokens per block of the compressor states of a kind."""
+        """Return the tokens per block of the compressor states of a kind."""
         return self.c4_state_block_size if kind == "c4" else self.c128_state_block_size
 
     def compressor_width(self, kind: str, head_dim: int) -> int:
-        """Width of a compressor's kv projection, and of its score projection."""
+        """Return the width of a compressor's kv projection; its score projection is as wide."""
         return 2 * head_dim if kind == "c4" else head_dim
 
     def layouts(self, kind: str) -> dict[str, Layout]:
-        """Layouts of a layer's caches, by the field names of ``LayerCaches``."""
+        """Return the layouts of a layer's caches, by the field names of ``LayerCaches``."""
         check_kind("LayerSpec.layouts", kind)
         layouts_of: dict[str, Layout] = {"swa": self._keys(self.attention.swa_block_size)}
         if kind != "window":
@@ -263,7 +263,7 @@ class LayerSpec:
     def rope_table(
         self, kind: str, num_positions: int, device: torch.device | str | None = None
     ) -> Tensor:
-        """Cosines and sines for layers of a kind; "c4" and "c128" layers share a table."""
+        """Return the RoPE table for layers of a kind; "c4" and "c128" layers share a table."""
         check_kind("LayerSpec.rope_table", kind)
         compressed = kind != "window"
         return rope_cos_sin_cache(

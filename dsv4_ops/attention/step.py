@@ -223,12 +223,12 @@ def build_attention_step(
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool, for example the
             padding of a captured step of fixed size. Such tokens write nothing, whatever their
             slot. If None, tokens without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A
-            token that is valid but has no slot attends and writes nothing.
+            valid token without a slot attends, but writes nothing.
         plan_heads: Query heads of the C128 layers, to build one split-KV plan
             (``sparse_mla_plan``) that these layers share; 0 for no plan. The plan balances requests
             of very different lengths: on an H200, a C128 layer of 64 heads takes 79 us instead of
-            106 for 512 requests of 100 to 128k tokens, and the plan takes 7 to 8 us per step for up
-            to 128 requests. A plan costs more than it saves for few, short or nearly equal
+            106 us for 512 requests of 100 to 128k tokens, and the plan takes 7 to 8 us per step for
+            up to 128 requests. A plan costs more than it saves for few, short or nearly equal
             contexts. It saves little for 32 to 256 requests on Hopper, where the kernel has its own
             tile scheduler. ``attention_layer`` refuses a plan that ``batch_invariant`` or impl
             "flash_mla" would ignore.
@@ -320,8 +320,8 @@ def attention_step_of_tokens(
         spec: The model's attention configuration.
         tokens: Request (row of the block tables) and position of every token, -1 for padding. The
             tokens of a request must be adjacent and in the order of their positions.
-        slot_mapping: As for ``build_attention_step``; a token with a position and no slot attends
-            but writes nothing.
+        slot_mapping: As for ``build_attention_step``; a token with a position but without a slot
+            attends, and writes nothing.
         block_tables: As for ``build_attention_step``.
         state_tables: As for ``build_attention_step``.
         plan_heads: As for ``build_attention_step``.
@@ -339,7 +339,7 @@ def attention_step_of_tokens(
 
 
 def _plan(op: str, spec: LayerSpec, rows: dict[str, Tensor], num_heads: int) -> Tensor | None:
-    """Plan the C128 layers; other layers have nearly the same key count for every token."""
+    """Plan the C128 layers only: in other layers, tokens have nearly the same number of keys."""
     Checks(op).at_least(0, plan_heads=num_heads)
     if num_heads and spec.sm_parts:
         raise argument_error(
@@ -374,7 +374,7 @@ def _metadata(
 
 
 def _schedule(spec: LayerSpec, rows: dict[str, Tensor], table: Tensor) -> Tensor | None:
-    """Make DeepGEMM's schedule from lengths that are masked and clamped to the block table."""
+    """Make DeepGEMM's schedule; lengths are masked, and at most the rows of the block table."""
     if spec.schedule_sms == 0 or "c4" not in spec.kinds:
         return None
     block_size, request = spec.block_size("c4"), rows["req_indices"]
@@ -391,7 +391,7 @@ def _own_rows(
     block_tables: BlockTables,
     cp_rank: Tensor,
 ) -> dict[str, Tensor]:
-    """Compute the lengths and slots of a rank's compressed rows, by the same names as in
+    """Compute the lengths and slots of a rank's compressed rows, under the same names as in
     ``rows``."""
     turns = {"cp_world_size": parallel.world_size, "cp_interleave": parallel.interleave}
     positions, own = rows["positions"], {}

@@ -218,7 +218,7 @@ class DsaCache:
         """Allocate an empty cache for one layer.
 
         ``selects`` says whether the layer has an indexer; ``num_key_blocks`` is the number of
-        blocks of its keys, if not ``num_blocks``.
+        blocks of the indexer's keys, by default ``num_blocks``.
         """
         blocks = num_blocks if num_key_blocks is None else num_key_blocks
         keys = spec.index_cache_layout().allocate(blocks, device) if selects else None

@@ -75,10 +75,9 @@ _ARE_DONE: ContextVar[bool] = ContextVar("checks_are_done", default=False)
 
 @contextmanager
 def checks_are_done() -> Iterator[None]:
-    """Leave checks out of Dynamo's traces, because the caller has run the same code with fake
-    tensors.
+    """Leave checks out of Dynamo's traces; the caller must have run them before, with fake tensors.
 
-    Dynamo takes longer to trace the checks of a layer than the layer itself. Comparisons of sizes
+    Dynamo takes longer to trace a layer's checks than to trace the layer. Comparisons of sizes
     stay, because they tell the compiler which symbols are equal.
     """
     token = _ARE_DONE.set(True)
@@ -644,7 +643,7 @@ def _nested(value: Tensor, order: tuple[int, ...]) -> bool:
 
 
 def _allocate(layout: Layout) -> str:
-    """Say how to allocate a cache of ``layout``. Dynamo cannot trace the layout's repr."""
+    """Say how to allocate a cache of ``layout``, without its repr, which Dynamo cannot trace."""
     width = ""
     if isinstance(layout, (StateLayout, MlaFp8Layout)):
         width = f", width={plain_int(layout.width)}"

@@ -12,7 +12,7 @@ def argument_error(
         op: Public function that was called.
         name: The function's argument.
         must: The rule, after the word "must".
-        got: The argument's value, or what is wrong with it.
+        got: The argument's value, or what is wrong with the argument.
         do: What the caller can do: a sentence without its period.
         kind: ValueError for shapes, ranges and devices, TypeError for dtypes, NotImplementedError
             for combinations, ImportError for missing packages, RuntimeError for devices that
@@ -33,6 +33,6 @@ def kind_of(value: object) -> str:
 
 
 def plain_int(value: int) -> int:
-    """Convert a size to an int for a message. Dynamo cannot format a symbolic int. The conversion
-    adds a guard, which costs nothing because the error ends the trace."""
+    """Convert a size to an int for a message, because Dynamo cannot format a symbolic int. The
+    conversion adds a guard, which costs nothing because the error ends the trace."""
     return int(value)

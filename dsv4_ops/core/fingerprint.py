@@ -18,8 +18,8 @@ _CODE_LAYERS = ("core", "dispatch", "kernels", "lowering", "meta", "ops", "refer
 
 @functools.cache
 def source_hash(*layers: str) -> str:
-    """Hash the source files of ``layers``; by default, of all that can change the code that
-    Inductor generates. "" is the whole package."""
+    """Hash the source files of ``layers``; by default, of all layers that can change the code that
+    Inductor generates. The layer "" is the whole package."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for layer in layers or _CODE_LAYERS:

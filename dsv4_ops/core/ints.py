@@ -17,8 +17,8 @@ INT64_MAX = 2**63 - 1
 def single(value: torch.Tensor) -> torch.Tensor:
     """Return the only element of a tensor [1], as a tensor without dimensions.
 
-    Where torch broadcasts a tensor [1], Inductor may not know that a symbolic size is 1, and reads
-    past the element.
+    If torch broadcasts a tensor whose symbolic size is 1, Inductor may not know the size, and then
+    reads past the element.
     """
     return value[0]
 

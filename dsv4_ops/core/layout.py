@@ -4,8 +4,8 @@ All offsets are defined here. A layout is a frozen dataclass whose ``tag`` names
 take the tag and refuse a cache whose shape does not match it, because the attention libraries read
 a cache of the wrong layout without complaint.
 
-A page of an FP8 layout holds the data of all its rows, then the scales of all its rows, then
-padding up to a multiple of 576 bytes. FlashMLA requires such a page stride.
+A page of a ``QuantizedLayout`` holds the data of all its rows, then the scales of all its rows,
+then padding up to a multiple of 576 bytes. FlashMLA requires such a page stride.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dsv4_ops.core.errors import argument_error, plain_int
 from dsv4_ops.core.ints import at_least
 
 PAGE_ALIGNMENT = 576
-"""The size of a page in the FP8 and state layouts is a multiple of this many bytes."""
+"""Page sizes of ``QuantizedLayout`` and ``StateLayout`` are multiples of this many bytes."""
 
 CACHE_ALIGNMENT = 16
-"""Every page starts at a multiple of this many bytes, because kernels copy 16 bytes at a time."""
+"""Pages of FP8 and states start at multiples of this many bytes: kernels copy 16 bytes at once."""
 
 KEY_BLOCK = 128
 """In FlashMLA's sparse prefill, the number of columns of the index matrix must be a multiple of
@@ -89,7 +89,7 @@ class Layout(ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row in all."""
+        """Bytes of one row, scales included."""
         return self.data_bytes + self.scale_bytes
 
     @property

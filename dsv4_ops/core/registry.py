@@ -44,7 +44,7 @@ class OpSpec:
         stem: File name of the op in every layer.
         schema: ``name(arguments) -> results`` in the language of ``torch.library``.
         meta: Fake implementation. The fake takes only those parameters of the op that it needs.
-        reference: Eager implementation on any device: the meaning of the op.
+        reference: Eager implementation on any device, which defines the op's results.
         load: Loads the op's implementation in another layer (``dispatch/layers.py``), because core
             imports no other layer.
         launch_with: Loads the function that launches our kernel or a library.

@@ -22,7 +22,7 @@ class Target:
         is_hopper: Whether the GPU runs our code for Hopper: Gluon kernels, and products of codes.
         large_tiles: Whether attention in Triton uses the tile sizes of Hopper, whose tensor cores
             read operands from shared memory. With ``mma.sync``, operands and sums are in registers,
-            and such tiles would spill. On Blackwell, such tiles exceed the tensor memory.
+            and these tiles would spill. On Blackwell, these tiles exceed the tensor memory.
         mma_sync: Whether warps multiply with ``mma.sync`` alone, from registers.
         dependent_launch: Whether a kernel may start before the previous kernel ends.
     """

@@ -16,8 +16,8 @@ SCHEDULE_KEYS = 256
 
 METADATA_COLUMNS = 8
 """Columns of FlashMLA's tile scheduler metadata, which has a row per SM part: first token, last
-token, first block, end block (exclusive), first split, whether the first and the last token are
-split, unused."""
+token, first block, end block (exclusive), first split, whether the first token is split, whether
+the last token is split, unused."""
 
 PART_OVERHEAD = 5
 """Fixed cost of a token in FlashMLA's scheduler, in key blocks."""

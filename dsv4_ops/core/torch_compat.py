@@ -170,16 +170,16 @@ _SOURCES: dict[tuple[str, CodeType], set[Any]] = {}
 
 @contextmanager
 def sources_noted_once() -> Iterator[None]:
-    """Let torch look up the source of each function once per process, not once per call in a trace:
-    a lookup tokenises the function and compares files, a fifth of the time of a trace."""
+    """Let torch look up the source of each function once per process, not once per call in a trace.
+    Lookups, which tokenise the function and compare files, take a fifth of a trace's time."""
     from torch._dynamo import package
 
     kind: Any = package.SourceInfo
-    # torch's method, also if another thread has replaced it and ends first
+    # torch's own method, even if another thread has replaced it at the moment
     add_code = vars(kind.add_code).get("dsv4_ops_replaced", kind.add_code)
 
     def add_once(self: Any, code: CodeType) -> None:
-        place = code.co_filename, code  # equal code of two files is equal
+        place = code.co_filename, code  # code objects of two files may be equal
         if place not in _SOURCES:
             add_code(found := kind(inlined_sources=set()), code)
             _SOURCES[place] = found.inlined_sources
@@ -231,8 +231,7 @@ def has_function_modes() -> bool:
 
 
 def decomposes_triton_ops() -> bool:
-    """Whether ``torch.library.triton_op`` decomposes in this trace, as it does only for a
-    compiler."""
+    """Whether this trace decomposes ``torch.library.triton_op``, as only a compiler's traces do."""
     return bool(functorch_config.decompose_custom_triton_ops)
 
 

@@ -225,6 +225,6 @@ class SparseMlaGathered(NamedTuple):
 
 
 def search_steps(size: object) -> int:
-    """Return the steps of a branch-free binary search over 0..size. For a symbolic size, return the
-    steps for ``MAX_REQUESTS``."""
+    """Return the number of steps of a branch-free binary search over 0..size. A symbolic size takes
+    the steps of ``MAX_REQUESTS``."""
     return size.bit_length() if isinstance(size, int) else (MAX_REQUESTS + 1).bit_length()

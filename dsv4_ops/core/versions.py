@@ -1,7 +1,7 @@
-"""Releases of torch, Triton and transformers that are tested together, and warnings for others.
+"""Releases of torch, Triton and transformers that are tested together; warnings for others.
 
 ``doctor``, the warnings, the documentation and CI's lanes read ``LANES``. pip may install a release
-that is newer than all tested releases; such a release causes a one-line warning.
+that is newer than all tested releases, which causes a one-line warning.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LANES = {
     "transformers-5.22": Lane("2.11", "3.6", "5.22"),
     "transformers-5.23": Lane("2.15", "3.9", "5.23"),
 }
-"""The lanes of ``make smoke LANE=name``. CI's full run is not listed. The full run uses the latest
-releases of its day: the releases of "newest", until one of the packages has a new release."""
+"""The lanes of ``make smoke LANE=name``. CI's full run is not listed: it uses the latest releases
+of its day, which are those of "newest" until one of the packages has a new release."""
 
 
 def release(version: str) -> tuple[int, int]:

@@ -69,7 +69,7 @@ NOT_SELECTED = {
     ("indexer_select", DEEP_GEMM): "it was faster at no size with the top 512; larger selections "
     "were not timed",
 }
-"""Reasons why "auto" never selects a library, except that the library was faster at no size."""
+"""Why "auto" never selects a library for an op, if not because the library was not faster."""
 
 
 def is_faster(op: str, library: str, values: Values) -> bool:
@@ -82,8 +82,8 @@ def is_faster(op: str, library: str, values: Values) -> bool:
 
 
 def subject(values: Values) -> Tensor:
-    """Return the tensor whose device and sizes the selection depends on: ``q``, ``x``, or the first
-    one."""
+    """Return the tensor whose device and sizes decide the selection: ``q``, ``x``, or the first
+    tensor."""
     tensors = (each for each in values.values() if isinstance(each, Tensor))
     named: Tensor | None = values.get("q", values.get("x"))
     return next(tensors) if named is None else named

@@ -91,7 +91,7 @@ def register(spec: OpSpec) -> OpOverload:
 
 
 def _autocast_rule(spec: OpSpec) -> Callable[..., Any]:
-    """Run the op without ``torch.autocast``, because the op's dtypes are exact."""
+    """Run the op without ``torch.autocast``, because the op takes no other dtypes than its own."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
@@ -101,7 +101,7 @@ def _autocast_rule(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
-    """Call the fake of an op with the arguments that the fake takes."""
+    """Return the op's fake, which also loads what the compiled code of the call needs."""
     wanted = _parameters(spec.meta)
 
     @functools.wraps(spec.meta)

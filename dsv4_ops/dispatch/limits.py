@@ -30,7 +30,7 @@ ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
 """Number of trailing values of a row that our sparse MLA kernels rotate back."""
 
 HOPPER_ONLY = ("sparse_mla_gathered",)
-"""Ops for which we have a Gluon kernel only."""
+"""Ops that have a Gluon kernel but no Triton kernel."""
 
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
@@ -39,8 +39,8 @@ FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 """Row width, latent width, and rows per block of FlashMLA's dense decode."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_COLUMNS = 512
-"""The number of columns of a weight must be a multiple of this, so that the number of scales of a
-row is a multiple of four. Releases of torch pad other numbers of scales differently."""
+"""The number of columns of a weight must be a multiple of this, so that each row has a multiple of
+four scales. Releases of torch pad other numbers of scales differently."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 LEAST_LATENT = 16
 """Minimum latent width of our dense decode; tensor cores multiply no smaller tile."""
@@ -101,7 +101,7 @@ def _kernel_limit(op: str, values: Values) -> Limit | None:
 
 
 def _above(size: Any, most: int, asking: bool) -> bool:
-    """Whether a size is above ``most``. In an export, and unless ``asking``, a symbol counts as
+    """Whether a size is above ``most``. In an export, or without ``asking``, a symbol counts as
     small, because reading the symbol would add a guard."""
     if isinstance(size, int):
         return size > most

@@ -14,9 +14,9 @@ MOST_LISTED, MOST_GATHERED = 2**27, 2**20
 """Maximum entries of a prefill's index lists (512 MiB), and maximum rows of its copy (1 GiB)."""
 
 _CALLS, _ROW, _ENTRY = 1_200_000, 50, 6
-"""Times on an H200, in 0.01 ns. A copy costs the first time for its launches, and the second time
-for each row. For each token and head tile, a copy saves the third time per key, because each row is
-dequantised once for all tokens."""
+"""Times on an H200, in units of 0.01 ns. A copy costs the first time for its launches, and the
+second time for each row. A copy saves the third time for each key of a token and head tile, because
+each row is dequantised once for all tokens."""
 
 NOTE = (
     "on Hopper it runs over a bf16 copy of the rows, if that saves time: a copy costs "

@@ -63,7 +63,7 @@ def probe(name: str, *, load: bool = False) -> Provider:
         load: Whether to import the library, which takes time and detects broken installations.
 
     Returns:
-        Whether the library is usable, and why.
+        ``Provider``: whether the library is usable, and why.
 
     Raises:
         ValueError: ``name`` is unknown.

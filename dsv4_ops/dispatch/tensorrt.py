@@ -1,4 +1,4 @@
-"""Keep ops whole in traces of torch-tensorrt, and raise for ops whose writes would be lost.
+"""Keep ops whole in traces of torch-tensorrt; raise an error for ops whose writes would be lost.
 
 torch-tensorrt removes nodes whose results are not read in the graph. Only a later step reads what
 an op writes to a cache, so such writes would be lost. Frames of torch-tensorrt on the stack show

@@ -27,8 +27,8 @@ def split_decodes_and_prefills(
 
     A request is a prefill if it has more than ``decode_threshold`` query tokens. With
     ``require_uniform``, a request is also a prefill if its number of query tokens differs from that
-    of the first non-empty request. A padding request, of length 0, is never the first prefill. From
-    the first prefill on, all requests count as prefills.
+    of the first non-empty request. A padding request has no query tokens, so it is never the first
+    prefill. From the first prefill on, all requests count as prefills.
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
@@ -242,8 +242,6 @@ def mtp_seq_lens(
     query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int = 1
 ) -> Tensor:
     """Count the cache rows that each token of a multi-token decode may see.
-
-    The result is a [num_reqs, next_n] matrix.
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],

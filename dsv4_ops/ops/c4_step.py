@@ -73,7 +73,7 @@ def insert_c4_step(
     """Run all inserts of a C4 layer, before the layer selects rows.
 
     One op does the work of four calls: ``qnorm_rope_kv_insert``, ``save_and_compress`` for the
-    layer, ``save_and_compress`` for its indexer, and ``indexer_quantize_q``. It normalises and
+    layer, ``save_and_compress`` for its indexer, and ``indexer_quantize_q``. The op normalises and
     rotates the queries, quantises the indexer's queries, writes the keys to the window cache, and
     saves states and compresses windows for both compressors.
 
@@ -101,7 +101,7 @@ def insert_c4_step(
             float32, from ``StateLayout(state_block_size, 512).allocate``.
         indexer_cache: The indexer's keys, [num_indexer_blocks, page_bytes], uint8, from
             ``IndexerLayout.allocate``.
-        state_block_table: Physical block of states, in both compressors' caches, for every logical
+        state_block_table: Physical block in ``states`` and ``indexer_states`` of every logical
             block of state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
         state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``,
             block * state_block_size + row, [num_tokens], int64. States with a slot below 0 or past
@@ -133,8 +133,8 @@ def insert_c4_step(
     Mutates: ``swa_cache``, as ``qnorm_rope_kv_insert`` does; ``states``, ``k_cache``,
         ``indexer_states`` and ``indexer_cache``, as ``save_and_compress`` does. The five caches
         must not overlap, because one launch writes them all. If the ring of states is too short for
-        the step (see ``save_and_compress``), call ``compress_and_insert`` and afterwards
-        ``save_compressor_states`` for each compressor instead.
+        the step (see ``save_and_compress``), make the four calls instead, and replace each
+        ``save_and_compress`` by ``compress_and_insert``, then ``save_compressor_states``.
 
     Raises:
         ValueError: shapes that disagree, a cache or states that are not of their layout, more

@@ -37,9 +37,9 @@ def split_prefill_chunks(
     """Split prefill requests into chunks on the device.
 
     A request is added to a chunk if the chunk then has at most ``workspace_size`` key rows, and if
-    its query rows times its key rows are at most ``max_logits_bytes`` / 4. A request that
-    exceeds a limit by itself gets chunks of its own. They divide the request's query rows, so that
-    each chunk stays within the logits limit or has a single query row. They do not divide the
+    its query rows times its key rows are at most ``max_logits_bytes`` / 4. A request that exceeds a
+    limit by itself gets chunks of its own. These chunks divide the request's query rows, so that
+    each chunk stays within the logits limit or has a single query row. Chunks do not divide the
     request's keys, so make ``workspace_size`` at least the key rows of the longest request.
 
     Args:
@@ -176,9 +176,9 @@ def max_prefill_chunks(
         max_logits_bytes: Maximum bytes of fp32 logits of one chunk. At least 4.
 
     Returns:
-        An upper bound from the sizes alone, at least 1. Every chunk has at least one query row. At
-        most num_reqs chunks contain the last query row of a request; every other chunk has at least
-        as many query rows as the logits budget allows for the longest request.
+        An upper bound, at least 1, that follows from the sizes alone: every chunk has a query row,
+        at most num_reqs chunks contain the last query row of a request, and every other chunk has
+        at least as many query rows as the logits budget allows for the longest request.
 
     Raises:
         ValueError: an argument out of range.
@@ -282,8 +282,8 @@ def prefill_chunk_row_bounds(
 
     Row 0 is the first key of the chunk's first request.
 
-    Results have the shapes of the whole batch, so ``chunk`` may be any row of the plan of
-    ``split_prefill_chunks`` without a recompile.
+    Results have the shapes of the whole batch, so a compiled call serves every row of the plan of
+    ``split_prefill_chunks``.
 
     Args:
         positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2

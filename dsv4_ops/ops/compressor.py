@@ -63,9 +63,9 @@ def save_compressor_states(
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of the states; on CUDA our Triton kernel runs, both in
-        graphs and in AOTInductor packages; on CPU a scatter of Inductor; dynamic in num_tokens and
-        num_state_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the states in a
-        ``KVCacheBuffers`` or mark them with ``dsv4_ops.attention.caches.mark_static``.
+        graphs and in AOTInductor packages; on a CPU, Inductor generates a scatter; dynamic in
+        num_tokens and num_state_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the
+        states in a ``KVCacheBuffers`` or mark them with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``save_partial_states``.
 
@@ -184,11 +184,11 @@ def compress_and_insert(
         The FP8 layouts round the row to bfloat16 and store it like ``quantize_and_insert_k_cache``
         or ``quantize_and_insert_indexer_k``. A window also needs the projections of earlier
         positions. For a token at position p, the projections of position p - n come from
-        ``kv_score`` if the row n rows before the token's row has position p - n of the same
-        request, and from ``states`` otherwise. So this op may run before or after
-        ``save_compressor_states``. Positions before 0 or on absent blocks get no weight. States
-        that no window needs are not read, so a NaN in such a state never matters. If two tokens
-        share a slot, the slot may hold a mix of their bytes.
+        ``kv_score`` if the request's token at that position is n rows earlier in the batch, and
+        from ``states`` otherwise. So this op may run before or after ``save_compressor_states``.
+        Positions before 0 or on absent blocks get no weight. States that no window needs are not
+        read, so NaN values in them do not matter. If two tokens share a slot, the slot may hold a
+        mix of their bytes.
 
     Raises:
         ValueError: shapes that disagree, states or a cache that are not of their layout, sizes
@@ -197,8 +197,8 @@ def compress_and_insert(
 
     Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, both in
         graphs and in AOTInductor packages, and its work grows with the number of finished windows;
-        on CPU reductions and scatters of Inductor, with scratch memory for a window per token;
-        dynamic in num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and
+        on a CPU, Inductor generates reductions and scatters, with scratch memory for one window per
+        token; dynamic in num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and
         num_positions; CUDA graphs and export: yes. Implementations agree within float32 rounding,
         so an FP8 code may differ by one step.
 
@@ -354,9 +354,9 @@ def save_and_compress(
 ) -> None:
     """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
 
-    One call launches one kernel fewer than the two ops. Inputs that both ops need are read from
-    memory only once if they fit into the GPU's L2 cache. With ``save_first``, the result is the
-    same as that of the two ops in this order.
+    Without ``save_first``, one call launches one kernel fewer than the two ops. Inputs that both
+    ops need are read from memory only once if they fit into the GPU's L2 cache. With
+    ``save_first``, the result is that of the two ops in this order.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -407,7 +407,7 @@ def save_and_compress(
 
     Compile: writes in place, without a copy of states or cache; on CUDA our Triton kernels run,
         both in graphs and in AOTInductor packages: one for windows of up to 32 rows, two for longer
-        windows, and one more with ``save_first``; on CPU the code of the two ops; dynamic in
+        windows, and one more with ``save_first``; on a CPU, the code of the two ops; dynamic in
         num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA
         graphs and export: yes. Implementations agree bit for bit in the states, and within float32
         rounding in the rows.

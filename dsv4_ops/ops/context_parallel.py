@@ -66,8 +66,8 @@ def cp_seq_lens(
     Args:
         seq_lens: Number of keys of each sequence on all ranks together, [num_seqs], int32, such as
             the ``seq_lens`` of ``flatten_decode``; negative values count as 0.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks. A rank that does not
-            exist has no keys. None returns the counts of all ranks.
+        cp_rank: The rank, a tensor [1], int32, so that one graph serves all ranks. A rank that does
+            not exist has no keys. With None, the op returns the counts of all ranks.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
 
@@ -128,7 +128,7 @@ def cp_slot_mapping(
         positions: Position of each token in its sequence, [num_tokens], int64; -1 is padding.
         req_indices: Request of each token, [num_tokens], int32; -1 is padding.
         block_table: Blocks of each request, [num_reqs, max_blocks], int32.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks; not read if
+        cp_rank: The rank, a tensor [1], int32, so that one graph serves all ranks; not read if
             ``cp_world_size`` is 1.
         block_size: Rows of a block. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
@@ -190,9 +190,9 @@ def cp_row_indices(
 ) -> Tensor:
     """Find the rows of a chunk among the rows that all ranks gathered.
 
-    Each rank gathers ``num_local_rows`` rows of a chunk of ``context_chunks``, and an all-gather
-    concatenates the rows of all ranks. Indexing the concatenated rows with the result puts the
-    chunk's rows in the order of requests and positions.
+    Each rank gathers ``num_local_rows`` rows of a chunk that ``context_chunks`` planned, and an
+    all-gather concatenates the rows of all ranks. Indexing the concatenated rows with the result
+    puts the chunk's rows in the order of requests and positions.
 
     Args:
         req_indices: Request of each row of the chunk, [num_rows], int32; -1 is padding.
@@ -256,7 +256,7 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
     """Select the best compressed rows among the candidates of all ranks.
 
     If each rank passes its best ``topk`` rows, or all its rows, the result equals the selection
-    that ``indexer_topk`` makes on one GPU, also for ties.
+    that ``indexer_topk`` makes on one GPU, ties included.
 
     Args:
         scores: Scores of each rank's candidates, [cp_world_size, num_tokens, num_candidates],
@@ -318,8 +318,8 @@ def cp_local_rows(
     Args:
         rows: Selected rows of each token, numbered over all ranks, [num_tokens, topk], int32, from
             ``cp_topk``; negative entries are no rows.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks. A rank that does not
-            exist owns no rows.
+        cp_rank: The rank, a tensor [1], int32, so that one graph serves all ranks. A rank that does
+            not exist owns no rows.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive rows of a request on one rank. At least 1.
 
@@ -383,7 +383,7 @@ def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, several devices, or another base.
+        ValueError: shapes that disagree, several devices, or an unknown base.
         TypeError: a dtype other than those above.
 
     Compile: decomposes to reductions over the ranks; dynamic in num_tokens; CUDA graphs and export:
@@ -416,8 +416,8 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
         via: "all_gather" calls ``torch.distributed``. "symmetric_memory" is one kernel that writes
             to the memory of the host's other GPUs, without NVLink multicast. It takes tensors of
             any size, and sends those above 4 MiB in several rounds. It shares the workspace of
-            ``cp_combine(via="symmetric_memory")``. On a CPU, "symmetric_memory" calls the
-            all-gather too. Both values of ``via`` give the same bytes.
+            ``cp_combine(via="symmetric_memory")``. On a CPU, "symmetric_memory" calls
+            ``torch.distributed``, too. Both values of ``via`` give the same bytes.
 
     Returns:
         [num_tokens, cp_world_size * num_heads, width]: contiguous with "symmetric_memory",
@@ -493,8 +493,8 @@ def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tens
 def gather_each(
     op: str, parts: Sequence[Tensor], group: str, *, dim: int, via: str
 ) -> Sequence[Tensor]:
-    """Gather one or two tensors along ``dim``, 0 or 1. "symmetric_memory" gathers two tensors in
-    one kernel, too."""
+    """Gather one or two tensors along ``dim``, 0 or 1. "symmetric_memory" takes one kernel for two
+    tensors."""
     Checks(op).one_of("via", via, *GATHERS, belongs_to="ranks shall gather by")
     world = process_group_size(op, group)
     if world == 1:
@@ -533,7 +533,7 @@ def cp_combine(
             "all_to_all" exchanges outputs and log-sum-exps once, merges them in float32 and rounds
             once. "symmetric_memory" does the same as "all_to_all" in one kernel that writes to the
             memory of the host's other GPUs, without NVLink multicast; rows have at most 16384
-            bytes. The workspace takes a few MiB for each other rank, and serves all shapes.
+            bytes. The workspace takes 8 MiB for each other rank, and serves all shapes.
         lse_base: Base of the log-sum-exps, "e" or "2".
 
     Returns:
@@ -626,7 +626,7 @@ def cp_combine(
 
 def check_combines(op: str, name: str, via: str, row_bytes: int, device: torch.device) -> None:
     """Raise an error that names ``op`` if ``cp_combine`` with this ``via`` cannot merge rows of
-    ``row_bytes`` bytes.
+    ``row_bytes`` bytes on ``device``.
 
     ``name`` is the name of the argument that holds ``via``."""
     if via != "symmetric_memory":
@@ -696,8 +696,8 @@ def _gather(x: Tensor, world: int, group: str) -> Tensor:
 
 
 def _arrived(sent: Tensor) -> Tensor:
-    """Wait for a result of one dimension. If a symbolic size may be 1, Inductor does not know the
-    order of several strides, and raises."""
+    """Wait for a collective's result, which must have one dimension: with several, Inductor raises,
+    because it does not know the order of strides if a symbolic size may be 1."""
     arrived: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
     return arrived
 
@@ -752,7 +752,7 @@ def _(parts: list[Tensor], group: str, world: int, dim: int) -> list[Tensor]:
 
 
 def _kernels(op: str, module: str) -> tuple[Any, Any]:
-    """Import a module with launch functions; return it with the eager launcher."""
+    """Return a module of launch functions, and the eager launcher."""
     kernels = "dsv4_ops.kernels"
     try:
         launches = importlib.import_module(f"{kernels}.context_parallel.{module}")
@@ -828,7 +828,7 @@ def _timeout_ns(group: str, device: torch.device) -> int:
 
 
 def _as_lanes(lse: Tensor, lanes: torch.dtype) -> Tensor:
-    """View float32 as integers as wide as an output value, [..., 1 or 2].
+    """View log-sum-exps as integers as wide as an output value, [..., 1 or 2].
 
     Compilers may change the bits of a NaN in a float tensor, but not integers.
     """

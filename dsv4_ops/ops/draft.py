@@ -60,7 +60,7 @@ def verify_draft(
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, several devices, no vocabulary, a temperature that is
+        ValueError: shapes that disagree, several devices, no vocabulary, or a temperature that is
             negative, not finite, or inconsistent with the other arguments.
         TypeError: a dtype other than those above, or a temperature that is not a number.
 

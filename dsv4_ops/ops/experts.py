@@ -18,8 +18,8 @@ _ACTIVATIONS = ("bf16", "fp8")
 _WEIGHTS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bfloat16)
 
 _BLOCKS = {torch.float8_e4m3fn: (ACTIVATION_BLOCK, 1), torch.bfloat16: (1, 1)}
-"""For each weight dtype: how many values of a row share a scale, and how many values an element
-holds. The other dtypes hold FP4."""
+"""How many values of a row share a scale, and how many values an element holds. Weight dtypes that
+are not listed hold FP4."""
 
 _route = define_op(
     "experts",
@@ -74,8 +74,8 @@ def route(
         weight: Weight of the router, [num_experts, hidden_size], bfloat16.
         bias: Added to the scores only to choose experts, not to compute the weights, [num_experts],
             float32, or None.
-        table: Fixed experts of every token id, [vocab_size, top_k], int64, instead of the experts
-            with the best scores; requires ``token_ids`` [num_tokens], int64.
+        table: Experts of every token id, [vocab_size, top_k], int64, which replace the experts with
+            the best scores; requires ``token_ids`` [num_tokens], int64.
         top_k: Experts per token. At least 1, at most num_experts.
         scale: Sum of a token's weights. Above 0.
 
@@ -91,7 +91,7 @@ def route(
     Raises:
         ValueError: shapes that disagree, several devices, a number out of range, or one of
             ``table`` and ``token_ids`` without the other.
-        TypeError: another dtype.
+        TypeError: a dtype other than those above.
 
     Compile: on a GPU two kernels: split-K products, then one program per token that selects its
         experts; on a CPU a product, a sort and a few reductions. Dynamic in num_tokens; CUDA graphs
@@ -138,8 +138,8 @@ def grouped_topk(
             [num_experts], float32, or None.
         top_k: Experts per token. At least 1, at most the number of experts in ``kept_groups``
             groups.
-        num_groups: Number of groups: 1, or at most num_experts / 2. Groups are consecutive experts,
-            and have equal sizes.
+        num_groups: Number of groups: 1, or at most num_experts / 2. A group consists of consecutive
+            experts, and all groups have the same size.
         kept_groups: Number of groups that a token's experts may come from. At least 1, at most
             num_groups.
         scale: Factor of the weights. Above 0.
@@ -156,7 +156,7 @@ def grouped_topk(
 
     Raises:
         ValueError: shapes that disagree, several devices, or a number out of range.
-        TypeError: another dtype.
+        TypeError: a dtype other than those above.
 
     Compile: on a GPU one kernel with one program per token; on a CPU sorts and a few reductions.
         Dynamic in num_tokens; CUDA graphs and export: yes.
@@ -207,8 +207,8 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     Row ``token * topk + k`` is the pair of a token and its expert ``topk_ids[token, k]``.
 
     Args:
-        topk_ids: Experts of every token, [num_tokens, topk], int32, any strides. Ids outside
-            0..num_experts-1 (padding, or an expert on another device) get no block.
+        topk_ids: Experts of every token, [num_tokens, topk], int32, any strides. Rows with ids
+            outside 0..num_experts-1 (padding, or an expert on another device) are in no block.
         num_experts: Experts on this device. At least 1.
         block_size: Rows per block. At least 1.
 
@@ -294,8 +294,8 @@ def experts(
         shared: Values added to every token's sum, such as the output of shared experts,
             [num_tokens, hidden_size], bfloat16, any strides; None adds nothing.
         swiglu_limit: Upper limit of the gate and of the up projection's absolute value. Above 0.
-        activations: Activations of both products: "bf16" (W4A16, W8A16, W16A16), or "fp8" (W4A8,
-            W8A8), quantised by ``quantize_rows`` with its defaults.
+        activations: Format of the activations in both products: "bf16" (W4A16, W8A16, W16A16), or
+            "fp8" (W4A8, W8A8), quantised by ``quantize_rows`` with its defaults.
         impl: "auto", "triton" or "reference".
 
     Returns:
@@ -315,15 +315,15 @@ def experts(
 
     Compile: on a GPU our kernels for the plan, for gate and up with SwiGLU, for quantising FP8
         activations, for down and for the weighted sum. Both products read an expert's weights once
-        per block of rows. A block has 16 to 128 rows, depending on the mean number of rows per
-        expert. Two blocks of an expert share a read if they have 16 rows, or 32 rows and the
-        weights are not FP8. With FP8 activations, FP4 weights are multiplied as codes on Hopper if
+        per block of 16 to 128 rows; the size depends on the mean number of rows per expert. Two
+        blocks of an expert share a read if they have 16 rows; so do blocks of 32 rows, unless the
+        weights are FP8. With FP8 activations, FP4 weights are multiplied as codes on Hopper if
         experts have more than 13 rows on average, or if the number of rows is symbolic. Otherwise
         codes are converted to bf16. In this conversion, an FP4 scale above 2^9 becomes infinite, an
         FP4 scale below 2^-117 may round, and the FP8 code for NaN reads as 480; released
-        checkpoints have no such values. On a CPU, two reductions of Inductor gather and dequantise
-        as they multiply; eager code dequantises one expert for every block of 16 rows. Dynamic in
-        num_tokens; CUDA graphs and export: yes.
+        checkpoints have no such values. On a CPU, Inductor generates two reductions, which gather
+        and dequantise as they multiply; eager code dequantises one expert for every block of 16
+        rows. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's MoE; like Hugging Face's MoE, the op applies the routing weights after
         ``down``.

@@ -62,8 +62,8 @@ def quantize_and_insert_indexer_k(
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, both in
-        graphs and in AOTInductor packages; on CPU scatters of Inductor; dynamic in num_tokens and
-        num_blocks; CUDA graphs and export: yes.
+        graphs and in AOTInductor packages; on a CPU, Inductor generates scatters; dynamic in
+        num_tokens and num_blocks; CUDA graphs and export: yes.
 
     Source: vLLM 0.33, the store of its indexer compressor; DeepGEMM's paged key layout.
 
@@ -131,7 +131,7 @@ def gather_indexer_k(
             unknown layout, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA one Triton kernel of ours; on CPU a search and masked loads; dynamic in all
+    Compile: on CUDA one Triton kernel of ours; on a CPU, a search and masked loads; dynamic in all
         tensor sizes and num_rows; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``cp_gather_indexer_k_quant_cache``.
@@ -174,7 +174,7 @@ _paged_mqa_logits_metadata = define_op(
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
     """Divide the indexer's keys of a step among SMs, as DeepGEMM does.
 
-    The keys of each row of queries are divided into splits of 256. Each SM gets a run of
+    The keys of each row of queries are divided into splits of 256 keys. Each SM gets a run of
     consecutive splits, in the order of the rows. Run lengths differ by at most one split; longer
     runs come first. DeepGEMM's paged logits need such a schedule; our kernels do not.
 
@@ -302,8 +302,8 @@ def indexer_quantize_q(
         ValueError: shapes that disagree, a ``softmax_scale`` out of range, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA our Triton kernel; on CPU a loop of Inductor with the same bits; dynamic in
-        num_tokens and num_positions; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernel; on a CPU, Inductor generates a loop with the same bits;
+        dynamic in num_tokens and num_positions; CUDA graphs and export: yes.
 
     Source: vLLM 0.33's indexer queries. There is no Hadamard rotation, because it would cancel in
         the product with the keys.
@@ -340,7 +340,7 @@ def check_unquantized(
 
 
 def checked_scale(checks: Checks, q: Tensor, softmax_scale: float | None) -> float:
-    """Return ``softmax_scale``, or the model's scale if it is None."""
+    """Return ``softmax_scale``, or the model's scale if ``softmax_scale`` is None."""
     if softmax_scale is None:
         softmax_scale = DIM**-0.5 * max(int(q.shape[1]), 1) ** -0.5
     checks.above(0, softmax_scale=softmax_scale)
@@ -377,8 +377,8 @@ def indexer_logits(
             Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain",
             the shape is [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
             ``compress_and_insert`` writes them.
-        lens: Number of rows that each token may see, [num_tokens], int32, from ``flatten_decode``.
-            Or [num_reqs, next_n], from ``mtp_seq_lens``, where entry (b, j) is for token b * next_n
+        lens: Number of rows that each token may see, [num_tokens], int32, from ``flatten_decode``;
+            or [num_reqs, next_n], from ``mtp_seq_lens``, where entry (b, j) is for token b * next_n
             + j. With either shape, every token is scored by itself; ``indexer_select`` says why.
         req_indices: Request of every token, [num_tokens], int32; requests outside 0..num_reqs-1
             have no rows.
@@ -475,8 +475,8 @@ def indexer_logits_ragged(
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA one Triton kernel of ours; on CPU a matrix product and a loop; dynamic in all
-        tensor sizes; CUDA graphs and export: yes.
+    Compile: on CUDA one Triton kernel of ours; on a CPU, a matrix product and a loop; dynamic in
+        all tensor sizes; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer; DeepGEMM's MQA logits.
 
@@ -500,8 +500,8 @@ def indexer_logits_ragged(
 
 
 def _check_schedule(checks: Checks, schedule: Tensor | None, name: str, rows: Tensor) -> None:
-    """Check DeepGEMM's schedule. ``rows`` must then have one entry per token, because our call of
-    DeepGEMM scores tokens one by one."""
+    """Check DeepGEMM's schedule. With a schedule, ``rows`` must have one entry per token, because
+    our call of DeepGEMM scores tokens one by one."""
     checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
     if schedule is not None and rows.dim() == 2:
         raise checks.error(
@@ -575,8 +575,8 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
         ValueError: shapes that disagree, ``topk`` below 0, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU loops of Inductor and torch's
-        topk and sort; dynamic in all tensor sizes; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernels (for topk up to 4096); on a CPU, Inductor's loops, and
+        torch's topk and sort; dynamic in all tensor sizes; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer. Other libraries specify neither order nor ties.
 
@@ -615,10 +615,10 @@ def indexer_select(
     One call scores and selects, for decodes and prefills.
 
     Our kernels do not store scores, so memory and launches do not grow with the context. There is
-    one exception: on Hopper, with a topk of 2048 or more, they store the scores if the workspace
-    takes at most 512 MiB. It takes three times the size of the scores, plus 32 KiB per token. The
-    reference, which runs for the layout "plain" on every device, gathers keys and stores their
-    scores. A token's rows do not depend on other tokens.
+    one exception: on Hopper, with a topk of 2048 or more, our kernels store the scores if their
+    workspace takes at most 512 MiB. This workspace takes three times the size of the scores, plus
+    32 KiB per token. The reference, which runs for the layout "plain" on every device, gathers keys
+    and stores their scores. A token's rows do not depend on other tokens.
 
     Positions of shape [num_reqs, next_n] are viewed as one row per token, and copied only if they
     are not contiguous. Kernels that read a request's keys once for all tokens of the request were
@@ -636,10 +636,10 @@ def indexer_select(
             Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain",
             the shape is [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
             ``compress_and_insert`` writes them.
-        positions: Absolute position of every token, [num_tokens], int64; a token at a negative
-            position selects no row. Or [num_reqs, next_n], where entry (b, j) is for token b *
-            next_n + j, whose request is in ``req_indices``. The result of ``mtp_seq_lens`` minus 1
-            has this shape; if these lengths count compressed rows, pass ``compress_ratio`` 1.
+        positions: Absolute position of every token, [num_tokens], int64; or [num_reqs, next_n],
+            where entry (b, j) is for token b * next_n + j, whose request is in ``req_indices``. A
+            token at a negative position selects no row. The result of ``mtp_seq_lens`` minus 1 has
+            this shape; if these lengths count compressed rows, pass ``compress_ratio`` 1.
         req_indices: Request of every token, [num_tokens], int32; requests outside 0..num_reqs-1
             have no rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
@@ -674,7 +674,7 @@ def indexer_select(
         NotImplementedError, ImportError, RuntimeError: as ``indexer_logits``.
 
     Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and for the layout "plain" on
-        every device, the reference: loops of Inductor, and torch's matrix product, topk and sort.
+        every device, the reference: Inductor's loops, and torch's matrix product, topk and sort.
         DeepGEMM is a call, followed by our kernels, and not available in AOTInductor packages; its
         scores round differently, so other rows may be selected among near ties. Dynamic in all
         tensor sizes; with dynamic sizes "auto" runs our kernels, and a graph for a topk of 2048 or

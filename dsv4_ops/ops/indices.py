@@ -143,8 +143,6 @@ def global_topk_indices_and_lens(
 ) -> TopkIndices:
     """Translate every token's selected compressed rows to cache slots.
 
-    The selected rows are row numbers within the request.
-
     Args:
         topk_indices: Selected rows inside the request, [num_tokens, topk], int32; negative entries
             are unused.
@@ -319,12 +317,12 @@ def combine_topk_swa_indices(
             workspace. At least 0.
 
     Returns:
-        ``TopkIndices(indices, lens)``: int32 [num_tokens, width] with -1 in holes and past the end,
-        where width is topk + window_size rounded up to a multiple of 128; and int32 [num_tokens],
-        the number of columns before the end, holes included: min((position + 1) // compress_ratio,
-        topk) + min(position + 1, window_size). A column is a hole if its window row was not
-        gathered or lies past the workspace, or if its index exceeds int32. Padding tokens have a
-        row of -1 and length 0.
+        ``TopkIndices(indices, lens)``. ``indices``, int32 [num_tokens, width], has -1 in holes and
+        past the end; width is topk + window_size rounded up to a multiple of 128. ``lens``, int32
+        [num_tokens], is the number of columns before the end, holes included: min((position + 1) //
+        compress_ratio, topk) + min(position + 1, window_size). A column is a hole if its window row
+        was not gathered or lies past the workspace, or if its index exceeds int32. Padding tokens
+        have a row of -1 and length 0.
 
     Mutates: nothing.
 
@@ -431,14 +429,14 @@ def mixed_sparse_indices(
         compressed_block_span: The same for the compressed cache.
 
     Returns:
-        ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + compressed_width] with window
-        slots first and -1 for holes, where compressed_width is topk or the number of columns of
-        ``decode_compressed_indices``, whichever is larger, rounded up to a multiple of 4; and int32
-        [num_tokens], swa_width plus the number of compressed columns in use: those of
-        ``decode_compressed_lens``, or min((position + 1) // compress_ratio, topk) for a prefill
-        token. The window always takes swa_width columns, unlike in ``combine_topk_swa_indices``.
-        Slots past a table, on negative blocks or beyond int32 are holes. Padding tokens have a row
-        of -1 and length 0.
+        ``TopkIndices(indices, lens)``. ``indices``, int32 [num_tokens, swa_width +
+        compressed_width], has window slots first and -1 in holes; compressed_width is the larger of
+        topk and the number of columns of ``decode_compressed_indices``, rounded up to the next
+        multiple of 4. ``lens``, int32 [num_tokens], is swa_width plus the number of compressed
+        columns in use: the entry of ``decode_compressed_lens`` for a decode token, min((position +
+        1) // compress_ratio, topk) for a prefill token. The window always takes swa_width columns,
+        unlike in ``combine_topk_swa_indices``. Slots past a table, on negative blocks or beyond
+        int32 are holes. Padding tokens have a row of -1 and length 0.
 
     Mutates: nothing.
 

@@ -45,14 +45,14 @@ def quantize_and_insert_k_cache(
     Returns:
         Nothing.
 
-    Mutates: ``k_cache``: only the 584 bytes of each slot that the call writes. Each block of 64
-        values gets the smallest power-of-two scale, at least 2^-22, for which amax / scale is at
-        most 448. The row stores the scales as UE8M0 bytes and the values divided by their scales as
-        e4m3 codes (round to nearest even). Values within 3 % of the largest bfloat16 read back as
-        infinities. RoPE values are copied bit for bit; the eighth scale byte is 0. NaN becomes code
-        0x7F and does not affect the scale; an infinity affects the scale like the largest finite
-        bfloat16, saturates, and reads back as an infinity. If two tokens share a slot, the slot may
-        hold a mix of their bytes.
+    Mutates: ``k_cache``: only the 584 bytes of each slot that the call writes. Every 64 of the
+        first 448 values share the smallest power-of-two scale, at least 2^-22, for which amax /
+        scale is at most 448. The row stores the scales as UE8M0 bytes and the values divided by
+        their scales as e4m3 codes (round to nearest even). Values within 3 % of the largest
+        bfloat16 read back as infinities. RoPE values are copied bit for bit; the eighth scale byte
+        is 0. NaN becomes code 0x7F and does not affect the scale; an infinity affects the scale
+        like the largest finite bfloat16, saturates, and reads back as an infinity. If two tokens
+        share a slot, the slot may hold a mix of their bytes.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
@@ -60,8 +60,8 @@ def quantize_and_insert_k_cache(
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, both in
-        graphs and in AOTInductor packages; on CPU scatters of Inductor; dynamic in num_tokens and
-        num_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the cache in
+        graphs and in AOTInductor packages; on a CPU, Inductor generates scatters; dynamic in
+        num_tokens and num_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the cache in
         ``KVCacheBuffers`` or mark it with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``quantize_and_insert_k_cache``; FlashMLA's 584-byte rows.
@@ -155,8 +155,9 @@ def dequantize_and_gather_k_cache(
         TypeError: a dtype other than those above.
 
     Compile: writes in place; on CUDA our Triton kernel runs, both in graphs and in AOTInductor
-        packages, and its work grows with the number of gathered rows; on CPU the code rewrites the
-        whole workspace; dynamic in all tensor sizes except the 512; CUDA graphs and export: yes.
+        packages, and its work grows with the number of gathered rows; on a CPU, the code rewrites
+        the whole workspace; dynamic in all tensor sizes except the 512; CUDA graphs and export:
+        yes.
 
     Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
 
@@ -228,8 +229,8 @@ def gather_k_cache(
 
     Returns:
         For "v4_fp8", the dequantised rows, [num_reqs, num_rows, 512], bfloat16. For "plain", the
-        rows bit for bit, [num_reqs, num_rows, width], of the cache's dtype. Rows beyond
-        ``gather_lens`` and absent rows are zeros.
+        rows bit for bit, [num_reqs, num_rows, width], of the cache's dtype. Rows before ``offset``,
+        rows beyond ``gather_lens`` and absent rows are zeros.
 
     Mutates: nothing.
 
@@ -238,7 +239,7 @@ def gather_k_cache(
             unknown layout, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA one Triton kernel of ours that writes every row once; on CPU masked loads;
+    Compile: on CUDA one Triton kernel of ours that writes every row once; on a CPU, masked loads;
         dynamic in all tensor sizes and num_rows; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
@@ -313,8 +314,8 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, both in
-        graphs and in AOTInductor packages; on CPU a scatter of Inductor; dynamic in num_tokens and
-        num_blocks; CUDA graphs and export: yes.
+        graphs and in AOTInductor packages; on a CPU, Inductor generates a scatter; dynamic in
+        num_tokens and num_blocks; CUDA graphs and export: yes.
 
     Source: vLLM 0.33, the plain-row variants of its cache inserts.
 

@@ -80,7 +80,7 @@ def quantize_rows(
         block: Values per scale; divides in_features. At least 1.
         scale: "pow2": the smallest power of two, at least 2^-126, for which amax / scale is at most
             448 (DeepSeek's recipe). "float32": amax / 448 (Hugging Face's).
-        min_amax: Lower limit: a block with a smaller amax gets the scale of this amax. Above 0.
+        min_amax: Lower limit: a block with a smaller amax gets the scale of ``min_amax``. Above 0.
         scale_layout: Layout of the scales: "row", or "column_padded" for matrix products on SM90.
 
     Returns:
@@ -99,9 +99,9 @@ def quantize_rows(
             unknown setting.
         TypeError: a dtype other than bfloat16.
 
-    Compile: one reduction of Inductor, which fuses with a preceding norm; dynamic in num_tokens;
-        CUDA graphs and export: yes. With scale="float32" a GPU may round the divisions differently,
-        which changes a code by at most one step.
+    Compile: Inductor generates one reduction, which fuses with a preceding norm; dynamic in
+        num_tokens; CUDA graphs and export: yes. With scale="float32", compiled code on a GPU may
+        round divisions differently from eager code, which changes a code by at most one step.
 
     Source: DeepSeek-V4's act_quant; Hugging Face's recipe has scale="float32", min_amax=1e-12.
 
@@ -170,10 +170,10 @@ def fp8_linear(
     Compile: on a GPU one kernel of ours, which reads the weight once for up to 128 tokens; for few
         out_features it splits in_features, and a second step sums the splits. The weight code for
         NaN (0x7F), which released files do not have, reads as 480. On Hopper, the kernel multiplies
-        codes if activations are FP8, the result is bfloat16, and there are more than 32 tokens (16
-        for ``fp8_grouped_linear``). Sums over 128 columns are then accurate to about 14 bits, as in
-        torch's product. On a CPU the weight is dequantised to float32 and multiplied once. Dynamic
-        in num_tokens; CUDA graphs and export: yes.
+        codes if activations are FP8, the result is bfloat16, and the number of tokens is symbolic
+        or above 32 (above 16 for ``fp8_grouped_linear``). Sums over 128 columns are then accurate
+        to about 14 bits, as in torch's product. On a CPU the weight is dequantised to float32 and
+        multiplied once. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's fp8_gemm. With power-of-two scales the values are exact in bfloat16, so
         W8A16 equals the product with a dequantised bfloat16 weight up to the order of sums.
@@ -350,8 +350,9 @@ def fp8_grouped_linear(
         ValueError: shapes that disagree, groups that do not divide the weight into blocks, a
             transposed or missing scale, several devices, or an unknown setting.
         TypeError: a dtype other than those above.
+        RuntimeError, NotImplementedError: as ``fp8_linear``.
 
-    Compile: as ``fp8_linear``, on a CPU with one batched product.
+    Compile: as ``fp8_linear``; on a CPU, one batched product.
 
     Source: DeepSeek-V4's output projection. DeepSeek's code multiplies by a dequantised weight.
 

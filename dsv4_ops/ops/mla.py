@@ -44,7 +44,7 @@ def check_scale(checks: Checks, name: str, scale: Tensor | None, is_used: bool, 
 
 
 def check_cache(checks: Checks, kv_cache: Tensor, block_size: int, layout: str, width: int) -> None:
-    """Check a cache of rows of ``width`` values."""
+    """Check a cache whose rows have ``width`` values."""
     checks.at_least(1, block_size=block_size)
     if layout == PlainLayout.tag:
         checks.rows("kv_cache", kv_cache, block_size, dtypes=FLOATS)
@@ -101,7 +101,7 @@ def mla_insert_kv(
 
     Mutates: ``kv_cache``: only the rows of the slots that the call writes. "plain" rows are copied
         bit for bit. "mla_fp8" rows are e4m3 codes (round to nearest even, saturated) of the values
-        divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales (one per 128
+        divided by ``scale``. "mla_ds_fp8" rows are 512 codes, their 4 float32 scales (one per 128
         codes, at least 2^-126), and the RoPE part in bfloat16. NaN becomes code 0x7F and does not
         affect a scale; an infinity saturates, and affects a scale like the largest finite number of
         its dtype. If two tokens share a slot, the slot may hold a mix of their bytes.
@@ -112,8 +112,8 @@ def mla_insert_kv(
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of the cache; on CUDA a Triton kernel runs inside the
-        graph; on the CPU scatters of Inductor; dynamic in num_tokens and num_blocks; CUDA graphs
-        and export: yes.
+        graph; on a CPU, Inductor generates scatters; dynamic in num_tokens and num_blocks; CUDA
+        graphs and export: yes.
 
     Source: vLLM ``concat_and_cache_mla``; FlashMLA's rows of 656 bytes.
 
@@ -173,7 +173,7 @@ def mla_gather_kv(
     Args:
         kv_cache: Paged cache, as for ``mla_insert_kv``.
         slot_mapping: Slot of every row of the result, [num_rows], int64, for example from
-            ``compressed_slot_mapping`` of a ``token_map`` over context lengths.
+            ``token_map`` over context lengths, then ``compressed_slot_mapping``.
         scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
@@ -450,7 +450,7 @@ def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA a Triton kernel inside the graph; on the CPU a matrix product and a select;
+    Compile: on CUDA a Triton kernel inside the graph; on a CPU, a matrix product and a select;
         dynamic in num_rows; CUDA graphs and export: yes.
 
     Source: vLLM ``MLACommonImpl._compute_prefill_context``.
@@ -484,8 +484,8 @@ def quantize_per_tensor(x: Tensor) -> PerTensor:
     both effects.
 
     Scale and products are float32. vLLM rounds both to the dtype of x. For bfloat16, up to 8 % of
-    vLLM's codes differ from ours by one step, and vLLM's scale differs by up to 2^-7. For float32,
-    codes and scale agree.
+    vLLM's codes differ from ours by one step, and vLLM's scale differs by a factor of up to 1 +
+    2^-7. For float32, codes and scale agree.
 
     Args:
         x: Values, [num_tokens, ...], bfloat16, float16 or float32, any strides.
@@ -531,7 +531,7 @@ def split_kv_b_proj(
 
     Args:
         weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], one row per output
-            feature. Or a linear layer that stores a weight of this shape in another form; the layer
+            feature; or a linear layer with a weight of this shape. A layer other than ``nn.Linear``
             is applied to an identity matrix to get the weight.
         scale: Block scales of a float8_e4m3fn weight, [row_blocks, column_blocks], float32; blocks
             are 128 x 128, smaller at the edges. None for a weight without scales.
@@ -547,7 +547,7 @@ def split_kv_b_proj(
 
     Raises:
         ValueError: a weight or scales of other sizes.
-        TypeError: a weight that is neither tensor nor module, or another dtype.
+        TypeError: a weight that is neither tensor nor module, or an unsupported dtype.
 
     Example:
         >>> import torch, dsv4_ops
@@ -714,8 +714,8 @@ def mla_decode(
             no row.
         block_table: Physical block of every (request, logical block), [num_reqs, max_blocks],
             int32, any strides.
-        query_start_loc: First token of every request, [num_reqs + 1], int32: a hint with which
-            tokens of a request can share the reads of its rows. Results do not depend on this hint.
+        query_start_loc: First token of every request, [num_reqs + 1], int32: a hint that lets the
+            tokens of a request share reads of its rows. Results do not depend on this hint.
         plan: Work tiles, [num_tiles, 4], int32, from ``sparse_mla_plan(seq_lens, None)`` for the
             same number of tokens and heads. With None, the call chooses the splits. The lengths
             that the plan was made from affect only the speed. A tensor that is not such a plan
@@ -747,7 +747,8 @@ def mla_decode(
         ValueError: shapes that disagree, a cache that is not of the layout, a scale that the call
             does not use, a number out of range, or several devices.
         TypeError: a dtype other than those above.
-        RuntimeError: ``impl`` is not available here; the message says why.
+        NotImplementedError: ``impl`` does not support the call.
+        ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: on CUDA our kernels (on Hopper as one opaque call, because Inductor cannot compile
         Gluon); elsewhere gathers and products. Dynamic in num_tokens, num_reqs, max_blocks and the
@@ -829,7 +830,7 @@ def mla_sparse(
     and layers that share a selection take the same ``indices``.
 
     The models that this op serves have no attention sinks. To add one sink logit per head, stack
-    ``lse`` and the sinks to ``lses``; ``cp_correct_out(out, lse, lses).out`` is then the output.
+    ``lse`` and the sinks into ``lses``: ``cp_correct_out(out, lse, lses).out`` is the output.
 
     Args:
         q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim],
@@ -852,7 +853,7 @@ def mla_sparse(
             then has the same bits regardless of the other tokens in the batch.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition).
             "auto" runs our kernels on CUDA and the reference elsewhere. FlashMLA rounds the scales
-            of "mla_ds_fp8" to bfloat16, which keeps powers of two (``scale_format="ue8m0"``).
+            of "mla_ds_fp8" to bfloat16, which changes no power of two (``scale_format="ue8m0"``).
 
     Returns:
         out: [num_tokens, num_heads, kv_lora_rank], the dtype of q; 0 for tokens without a row, such

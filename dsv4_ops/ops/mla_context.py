@@ -91,7 +91,7 @@ def context_chunks(
     Mutates: nothing.
 
     Raises:
-        ValueError: wrong shapes, numbers out of range, or another plan.
+        ValueError: wrong shapes, numbers out of range, or an unknown ``chunk_plan``.
         TypeError: a dtype other than int32, or a number that is not an int.
 
     Compile: decomposes to prefix sums and pointwise kernels; dynamic in num_reqs; CUDA graphs and
@@ -145,8 +145,8 @@ def plan_context_chunks(
         chunk. Requests without positions are left out.
 
     Raises:
-        ValueError: a length below 0, numbers out of range, another plan, or an "equal" plan with
-            less than a block per request.
+        ValueError: a length below 0, numbers out of range, an unknown ``chunk_plan``, or an "equal"
+            plan with less than a block per request.
         TypeError: a length or a number that is not an int.
 
     Example:
@@ -251,11 +251,11 @@ def mla_workspace_rows(
 ) -> int:
     """Choose the number of workspace rows that a chunk of contexts is gathered into.
 
-    The number is eight contexts of maximum length or four blocks per sequence, whichever is larger,
-    but at most 65536 rows, and in any case at least one block per sequence. A row takes 1152 bytes
-    in bfloat16; the keys and values that 128 heads make of a row take 80 KiB. With several ranks,
-    allocate ``rows + rows // cp_world_size``: space for the rows of all ranks, and for this rank's
-    own rows.
+    The function takes eight contexts of maximum length or four blocks per sequence, whichever has
+    more rows, limits this to 65536 rows, and returns at least one block per sequence. A row takes
+    1152 bytes in bfloat16; the keys and values that ``mla_expand_kv`` makes of a row for 128 heads
+    take 64 KiB. With several ranks, allocate ``rows + rows // cp_world_size``: space for the rows
+    of all ranks, and for this rank's own rows.
 
     Args:
         max_model_len: Maximum tokens of a sequence. At least 1.
@@ -329,7 +329,7 @@ def merge_attn_states(
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, several devices, or another base.
+        ValueError: shapes that disagree, several devices, or an unknown base.
         TypeError: a dtype other than those above.
 
     Compile: decomposes to one pointwise kernel; dynamic in num_tokens; CUDA graphs and export: yes.
@@ -380,7 +380,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, no part, several devices, or another base.
+        ValueError: shapes that disagree, no part, several devices, or an unknown base.
         TypeError: a dtype other than those above.
 
     Compile: decomposes to reductions over the parts; dynamic in num_parts and num_tokens; CUDA
@@ -534,8 +534,8 @@ def _check_plan(
 
 
 def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
-    """Return the number of positions that every request has in a chunk of an "equal" plan. It is a
-    multiple of the block size and of ``round_``, the positions in which every rank has one turn."""
+    """Return the number of positions of every request in a chunk of an "equal" plan: a multiple of
+    the block size and of ``round_``, the number of positions in which every rank has one turn."""
     align = math.lcm(block_size, round_)
     least = align * max(num_reqs, 1)
     if rows < least:

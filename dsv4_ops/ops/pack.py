@@ -50,8 +50,8 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
             or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: one loop of Inductor; dynamic in num_tokens, num_reqs and trailing sizes; CUDA graphs
-        and export: yes.
+    Compile: Inductor generates one loop; dynamic in num_tokens, num_reqs and trailing sizes; CUDA
+        graphs and export: yes.
 
     Source: vLLM 0.33 ``pack_seq_triton``; here the caller passes the longest length.
 
@@ -93,8 +93,8 @@ def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> T
             several devices.
         TypeError: a dtype other than those above.
 
-    Compile: a search per token and a loop of Inductor; dynamic in num_tokens, num_reqs, next_n and
-        trailing sizes; CUDA graphs and export: yes.
+    Compile: a search per token, and a loop that Inductor generates; dynamic in num_tokens,
+        num_reqs, next_n and trailing sizes; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``unpack_seq_triton``; here the caller passes the sum of the lengths.
 

@@ -96,7 +96,7 @@ def apply_rope(
     rope_first: bool = False,
     interleaved: bool = True,
 ) -> Tensor:
-    """Rotate a part of every row, forward or back, by its position's angles.
+    """Rotate a part of every row, forward or back, by the angles of its position.
 
     Args:
         x: Rows, [num_tokens, dim] or [num_tokens, num_heads, dim], bfloat16 or float32, any
@@ -121,8 +121,8 @@ def apply_rope(
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: one loop of Inductor, which fuses with its neighbours; on a GPU a product and the sum
-        may become one FMA, within float32 rounding; dynamic in num_tokens, num_heads and
+    Compile: Inductor generates one loop, which fuses with its neighbours; on a GPU, a product and
+        the sum may become one FMA, within float32 rounding; dynamic in num_tokens, num_heads and
         num_positions; CUDA graphs and export: yes.
 
     Source: the rotary embeddings of DeepSeek-V4 and of DeepSeek-V3.2's indexer; cosines and sines
@@ -175,10 +175,10 @@ def inverse_rope_group(
 ) -> Tensor:
     """Undo the rotation of the attention output, and lay its heads out in groups.
 
-    In this attention the values are the rotated keys, so the output depends on the positions of the
-    keys. After inverse RoPE by the position of the query, the output depends on distances only.
-    ``sparse_mla_decode`` applies inverse RoPE to its own output if it gets ``positions`` and
-    ``cos_sin_cache``.
+    In DeepSeek-V4's attention, the values are the rotated keys, so the output depends on the
+    positions of the keys. After inverse RoPE by the position of the query, the output depends on
+    distances only. ``sparse_mla_decode`` applies inverse RoPE to its own output if it gets
+    ``positions`` and ``cos_sin_cache``.
 
     Args:
         o: Attention output, [num_tokens, num_heads, dim], bfloat16, any strides.
@@ -200,8 +200,8 @@ def inverse_rope_group(
         TypeError: a dtype other than those above.
 
     Compile: on a GPU one kernel of ours if the number of values per head is a power of two up to
-        1024, else one loop of Inductor; dynamic in num_tokens and num_positions; CUDA graphs and
-        export: yes.
+        1024, otherwise one loop that Inductor generates; dynamic in num_tokens and num_positions;
+        CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's output projection.
 
@@ -256,10 +256,10 @@ def inverse_rope_group_quantize(
             ``scale_layout``, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on a GPU one kernel of ours; on a CPU one reduction of Inductor and a copy of the
-        scales where they are padded; dynamic in num_tokens and num_positions; CUDA graphs and
-        export: yes. On a CPU, the compiled rotation may round differently, which changes a code by
-        at most one step.
+    Compile: on a GPU one kernel of ours; on a CPU, Inductor generates one reduction, and a copy of
+        the scales if they are padded; dynamic in num_tokens and num_positions; CUDA graphs and
+        export: yes. On a CPU, compiled code may round the rotation differently from eager code,
+        which changes a code by at most one step.
 
     Source: vLLM 0.33's inverse RoPE and quantisation; like the two separate ops, this op rounds to
         bfloat16 in between.
@@ -348,8 +348,8 @@ def qnorm_rope_kv_insert(
     Mutates: ``k_cache``: only the bytes of the slots that the call writes. The bytes are those of
         ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``), bit for
         bit; a NaN among the rotated values is stored as 0x7FC0. If two tokens share a slot, the
-        slot may hold a mix of their bytes. Of all ops, only this op and ``insert_c4_step`` mutate
-        an argument and also return a result, because they fuse independent parts into one launch.
+        slot may hold a mix of their bytes. Only this op and ``insert_c4_step`` mutate an argument
+        and also return a result, because they fuse independent parts into one launch.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, more slots than
@@ -358,8 +358,9 @@ def qnorm_rope_kv_insert(
         TypeError: a dtype other than those above.
 
     Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs once, both
-        in graphs and in AOTInductor packages; on CPU loops and scatters of Inductor; dynamic in
-        num_tokens, num_heads, num_slots, num_blocks and num_positions; CUDA graphs and export: yes.
+        in graphs and in AOTInductor packages; on a CPU, Inductor generates loops and scatters;
+        dynamic in num_tokens, num_heads, num_slots, num_blocks and num_positions; CUDA graphs and
+        export: yes.
 
     Source: vLLM 0.33 ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert``.
 

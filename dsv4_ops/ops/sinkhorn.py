@@ -73,7 +73,7 @@ def sinkhorn(
 
 
 def check_at_most(op: str, name: str, value: int, most: int) -> None:
-    """Raise if compiled code would unroll more than ``most`` steps."""
+    """Raise an error if ``value`` exceeds ``most``, because compiled code unrolls every step."""
     if value > most:
         raise argument_error(
             op,

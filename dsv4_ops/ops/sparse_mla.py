@@ -179,14 +179,14 @@ def sparse_mla_plan(
     num_heads: int,
     num_programs: int = PROGRAMS,
 ) -> Tensor:
-    """Split the keys of a ragged decode batch into work tiles of equal size.
+    """Split the keys of a ragged decode batch into work tiles of similar size.
 
     Without a plan, ``sparse_mla_decode`` gives every token the same number of splits, so the whole
     batch waits for its longest context. ``sparse_mla_decode_paged`` can schedule by lengths itself,
-    but must do so again in every layer. It schedules by lengths for FP8 caches on Hopper if
-    num_splits is 0, there are at most 256 tokens, the number of tokens times the number of tiles of
-    64 heads is at least 32, and window and block table together have columns for at least 4 blocks
-    of 64 keys. One plan serves all layers with the same lengths. Pass the plan as ``plan`` to
+    but must do so again in every layer. The decode does so for FP8 caches on Hopper if num_splits
+    is 0, there are at most 256 tokens, the number of tokens times the number of tiles of 64 heads
+    is at least 32, and window and block table together have columns for at least 4 blocks of 64
+    keys. One plan serves all layers with the same lengths. Pass the plan as ``plan`` to
     ``sparse_mla_decode`` or ``sparse_mla_decode_paged``, or let
     ``dsv4_ops.attention.build_attention_step`` make it.
 
@@ -212,9 +212,9 @@ def sparse_mla_plan(
         mean number of keys per program. The expected time is the time of the combines plus the
         larger of two times: the time of one full split, and the time of all splits and program
         starts divided by the number of programs. If splits would save less time than a combine
-        takes, no token is split. Extra splits (all but a token's first) are limited to the programs
-        without a first split, or to a quarter of the programs if that is more, because more work
-        tiles than programs cost another wave.
+        takes, no token is split. There are at most as many extra splits (all but a token's first)
+        as programs without a first split, or a quarter of the programs if that is more, to avoid
+        another wave of programs.
 
         A split is a fraction of its token's keys, not a range of rows, so a plan made from other
         lengths gives the same attention, but balances the work less well.
@@ -460,7 +460,7 @@ def sparse_mla_decode(
             result then has the same bits regardless of the other tokens in the batch. ``plan`` must
             then be None.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition);
-            "auto" runs our kernels, because FlashMLA was faster at no size that we measured.
+            "auto" runs our kernels, because FlashMLA was at most 1.1 % faster at any measured size.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 if the token has no key. With
@@ -753,8 +753,8 @@ def sparse_mla_prefill(
 ) -> SparseMla:
     """Attend to the window and to compressed rows of the paged caches.
 
-    The op needs no gathered copy of the rows, no index matrix and no chunks, unless a copy is
-    faster or FlashMLA runs.
+    Unless FlashMLA runs or a copy of the rows is faster, the op needs no copy, no index matrix and
+    no chunks.
 
     The window of a token is its own position and the ``window_size - 1`` positions before it. The
     compressed rows of a token are those that ``topk_indices`` selects (C4), or, without
@@ -790,13 +790,13 @@ def sparse_mla_prefill(
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
         impl: Implementation: "triton" (our kernel, which reads the blocks), "flash_mla" (gathers
             the rows to bfloat16 and runs FlashMLA over the copy), or "reference" (the definition).
-            "auto" runs our kernels. On Hopper, "auto" chooses by the sizes: our kernel runs over
-            such a copy where that is faster, and splits the keys if there are few tokens. The
-            choice may change the bits of the result. "Faster" refers to GPU time: outside of a CUDA
-            graph, the five launches of a copy also take 0.5 to 0.9 ms of host time. A copy needs
-            memory for all rows in the block tables, up to 2**20, and 4 bytes for each key of every
-            token; without ``topk_indices``, a token has as many keys as a row of the block table
-            holds.
+            "auto" runs our kernels. On Hopper, "auto" chooses by the sizes: our kernel runs over a
+            bfloat16 copy where this is faster than reading the blocks, and splits the keys if there
+            are few tokens. The choice may change the bits of the result. "Faster" refers to GPU
+            time: outside of a CUDA graph, the five launches of a copy also take 0.5 to 0.9 ms of
+            host time. A copy needs memory for all rows in the block tables, at most 2**20 rows, and
+            4 bytes for each key of every token; without ``topk_indices``, a token has as many keys
+            as a row of the block table holds.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 for tokens without a key, such as

@@ -41,8 +41,8 @@ def hyper_connection(
     """Connect the residual streams of one block to the next.
 
     If ``block_out`` is passed, the op mixes the streams and adds the output of the previous block.
-    It computes every token's weights pre, post and mix from the token's streams, then collapses and
-    normalises the streams for the next block.
+    The op computes every token's weights pre, post and mix from the token's streams, then collapses
+    and normalises the streams for the next block.
 
     Args:
         streams: [num_tokens, num_streams, hidden_size], bfloat16, any strides. At most 8 streams.
@@ -75,7 +75,7 @@ def hyper_connection(
     Raises:
         ValueError: shapes that disagree, several devices, a number out of range, or one of
             ``block_out``, ``post`` and ``mix`` without the others.
-        TypeError: another dtype.
+        TypeError: a dtype other than those above.
 
     Compile: on a GPU two kernels: one for split-K products, then one with two programs per token.
         If num_tokens is static and large (449 or more at DeepSeek-V4-Flash's sizes), each of these
