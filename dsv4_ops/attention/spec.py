@@ -64,7 +64,7 @@ class LayerSpec:
         parallel: Ranks that share the compressed rows and indexer keys of every request; None if
             each rank has its own rows and keys. Every rank stores all windows and compressor
             states. If ranks shard heads, ``num_groups`` and the heads of queries and sink are those
-            of one rank; the indexer's heads are always those of all ranks.
+            of one rank. The indexer's heads may be those of one rank or of all ranks.
         kinds: Kinds of the model's layers. A step makes plans for these kinds; a layer of another
             kind makes a plan in every call.
     """

@@ -33,7 +33,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     config.aot_inductor.precompile_headers = False
 
     # Without SIMD each loop has one form, which halves the work of Inductor and the compiler.
-    # Tests of SIMD use the fixture ``vectors``, as test_contract.py does for each kind of loop.
+    # Tests of SIMD set it again.
     if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
         config.cpp.simdlen = 1
 

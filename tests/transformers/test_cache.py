@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache
 from dsv4_ops.integrations.transformers.cache.blocks import BlockPool
+from dsv4_ops.integrations.transformers.generation.hooks import chunk_of
 from dsv4_ops.testing.models import small_config
 
 
@@ -169,6 +170,7 @@ def test_rings_are_bounded_by_default():
     assert cache(max_cache_len=100_000, max_batch_size=1).max_chunk == 2048
     assert cache(max_cache_len=100_000, max_batch_size=1, max_chunk=4096).max_chunk == 4096
     assert cache(max_cache_len=100).max_chunk == 100
+    assert [chunk_of(rows, 9999) for rows in (1, 8, 15, 64, 65)] == [2048, 2048, 1024, 256, 256]
     parts = cache().memory()
     held = torch.utils._pytree.tree_leaves(cache().tensors)
     assert sum(parts.values()) == sum(tensor.nbytes for tensor in held)

@@ -125,8 +125,9 @@ def sparse_mla_gathered(
 
 def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
     """Raise if the FP8 blocks of a cache do not start at multiples of 16 bytes."""
-    for name, cache in zip(("swa_cache", "extra_cache"), call.caches, strict=True):
-        Checks(op).page_start(name, cache, MainLayout(call.swa_block_size))
+    names, sizes = ("swa_cache", "extra_cache"), (call.swa_block_size, call.extra_block_size)
+    for name, cache, size in zip(names, call.caches, sizes, strict=True):
+        Checks(op).page_start(name, cache, MainLayout(size))
 
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:

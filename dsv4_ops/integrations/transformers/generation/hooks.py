@@ -250,9 +250,10 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any], longest
 
 
 def chunk_of(rows: int, max_cache_len: int) -> int:
-    """Return the largest ``max_chunk`` of a cache that ``generate`` makes, before it is rounded
-    up."""
-    return min(max_cache_len, DEFAULT_CHUNK, max(_STEP_TOKENS // rows, _MIN_CHUNK))
+    """Return the largest ``max_chunk`` of a cache that ``generate`` makes: a power of two, unless
+    ``max_cache_len`` is less."""
+    most = max(_STEP_TOKENS // rows, _MIN_CHUNK)
+    return min(max_cache_len, DEFAULT_CHUNK, 1 << (most.bit_length() - 1))
 
 
 def _asked(generation_config: Any, max_length: int | None = None) -> tuple[str, int]:
