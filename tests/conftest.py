@@ -63,7 +63,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
 
 @pytest.fixture
 def vectors() -> Iterator[None]:
-    """Let Inductor use SIMD instructions, as users do, in workers too."""
+    """Let Inductor use SIMD instructions in workers too, as it does for users."""
     from torch._inductor import config
 
     # precompiled headers for a single graph take more time than they save
@@ -148,7 +148,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module")
 def frozen_heap() -> None:
-    """Freeze all objects, so that the collections of Hugging Face's managers take less time."""
+    """Freeze all objects: Hugging Face's managers collect garbage, which then takes less time."""
     gc.collect()
     gc.freeze()
 
@@ -156,8 +156,8 @@ def frozen_heap() -> None:
 def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
     """Sort slow tests to the front of each worker's part, so that short tests fill up its end.
 
-    xdist deals runs of tests of equal length. Slow tests of a file share fixtures, so they stay
-    together. So do tests that fork from a process with torch imported: one worker has it.
+    xdist gives all workers equally many consecutive tests. Slow tests of a file share fixtures,
+    so they stay together. One worker runs all tests that fork, because it imports torch for them.
     """
     if hands == 1:
         return items

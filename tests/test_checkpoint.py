@@ -42,8 +42,7 @@ def test_flash_has_the_tensors_that_its_headers_were_seen_with():
     assert sum(map(num_bytes, found.values())) == 159_609_485_896
     counts = {"I8": 33_792, "F8_E8M0": 34_167, "F8_E4M3": 375, "BF16": 433, "F32": 417, "I64": 3}
     assert Counter(info.dtype for info in found.values()) == counts
-    draft = [name for name in found if name.startswith("mtp.")]
-    assert len(draft) == 1575
+    assert len([name for name in found if name.startswith("mtp.")]) == 1575
     assert found["layers.2.attn.wo_a.scale"].shape == (64, 32)
     assert found["layers.0.ffn.experts.255.w2.scale"].shape == (4096, 64)
     assert found["layers.3.attn.compressor.ape"].shape == (128, 512)
@@ -94,8 +93,7 @@ def test_weights_on_each_gpu():
 
 def test_fp4_rounds_to_the_nearest_code_and_ties_to_even():
     row = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.3, 0.0, 1.6]
-    weight = torch.tensor([row + [0.0] * 20, [0.0] * 32])
-    packed, scale = quantize_fp4(weight)
+    packed, scale = quantize_fp4(torch.tensor([row + [0.0] * 20, [0.0] * 32]))
     codes = [0, 2, 2, 4, 4, 6, 6, 7, 8, 9, 0, 3]
     pairs = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
     assert packed.view(torch.uint8)[0].tolist() == pairs + [0] * 10
@@ -122,8 +120,7 @@ def tiny(tmp_path_factory):
 
 
 def test_the_tiny_checkpoint_is_as_it_says(tiny):
-    info = check_checkpoint(tiny)
-    assert info == (427, 14_416_412, "fp4", "F8_E8M0", "mtp", True, "deepseek_v4")
+    assert check_checkpoint(tiny) == (427, 14_416_412, "fp4", "F8_E8M0", "mtp", True, "deepseek_v4")
     found = dict(tensors(tiny))
     scales = {name: value for name, value in found.items() if name.endswith(".scale")}
     for name, scale in scales.items():
@@ -306,7 +303,7 @@ INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors
     ],
 )
 def test_a_file_of_other_content_is_refused_by_name(small, name, content, message):
-    """For example the text of an error message that was downloaded instead."""
+    """An example is the text of an error message that was downloaded instead of the file."""
     (small / name).write_bytes(content)
     found = refused(small)
     assert found.startswith(f"check_checkpoint: {name} {message}")

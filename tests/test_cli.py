@@ -43,8 +43,7 @@ sys.exit(main(["doctor", "--quick", "--json"]))
 
 def doctor_of(compiler):
     """Return the JSON of ``doctor --json`` if CXX is ``compiler``."""
-    env = {**os.environ, "CXX": compiler}
-    return forked.python("-c", DOCTOR, compiler, cwd=ROOT, env=env)
+    return forked.python("-c", DOCTOR, compiler, cwd=ROOT, env={**os.environ, "CXX": compiler})
 
 
 def fails(*_arguments, **_settings):
@@ -165,7 +164,7 @@ def test_list_show_and_explain_for_machines(capsys):
 
 
 def test_a_reader_that_leaves_is_no_error():
-    """For example `list | head -1` in a shell."""
+    """An example is `list | head -1` in a shell."""
     reader, writer = os.pipe()
     os.close(reader)
     for flags in ((), ("-u",)) if NIGHTLY else ((),):

@@ -79,7 +79,7 @@ with contextlib.suppress(Exception):
 """
 
 LOOP_MS = 60
-"""Milliseconds of the loop above on the machine of the 150 ms budget; some are half as fast."""
+"""Milliseconds of the loop on the machine of the 150 ms budget; some machines take twice that."""
 
 
 def run(code: str, *options: str, **env: str) -> subprocess.CompletedProcess:
@@ -134,7 +134,7 @@ def test_first_compile_of_a_process_is_lowered(process):
 
 @pytest.mark.slow
 def test_the_guard_exists_once_torch_tensorrt_is_imported(process):
-    """Before that, no trace looks for frames of torch-tensorrt."""
+    """Before the import, no trace looks for frames of torch-tensorrt."""
     assert "\nguards before 0 False\nguards after 1\n" in process.stdout
     source = (Path(dsv4_ops.__file__).parent / "dispatch" / "define.py").read_text()
     assert "tensorrt" not in source

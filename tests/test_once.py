@@ -29,7 +29,7 @@ def test_fake_tensors_of_the_cache_are_those_that_dispatch_makes():
 
 
 def test_outputs_are_compared_until_one_has_the_keys(monkeypatch):
-    """At every size: a tensor that torch cannot cache does not count as seen."""
+    """A tensor that torch cannot cache does not count as seen, so each size is compared."""
     mode = FakeTensorMode()
     FakeTensorMode.cache_clear()
     real = torch.zeros(())  # other keys than a fake tensor

@@ -91,7 +91,7 @@ def logits(model):
 
 
 def run_dry(model, cache):
-    """Steps with fake tensors request kernels or check, call no other rank and change no module."""
+    """Dry runs request kernels or check the step, call no other rank, and change no module."""
     before = [each.data_ptr() for each in model.buffers()]
     dry_run, copied = DryRuns(v4.decode_step), with_methods(model)
     dry_run._run(copied, cache.tensors, 2, 2, {}, kernel_requests(object()))

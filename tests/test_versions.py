@@ -39,7 +39,7 @@ def test_a_torch_has_one_triton():
 
 
 def test_pins_have_no_upper_bound():
-    """Otherwise pip would downgrade a user's packages, or refuse them."""
+    """With an upper bound, pip would downgrade a user's packages, or refuse them."""
     project = (ROOT / "pyproject.toml").read_text()
     for package, oldest in OLDEST.items():
         assert re.findall(rf'"{package}([<>=~!][^";]*)', project) == [f">={oldest}"]
@@ -53,9 +53,7 @@ def test_the_pages_say_what_is_tested():
     rows = re.findall(r"^\| (\d+\.\d+) \| (.*?) \| (.*?) \|$", page("troubleshooting"), re.M)
     torches = sorted({lane.torch for lane in versions.LANES.values()}, key=versions.release)
     triton = {lane.torch: lane.triton for lane in versions.LANES.values()}
-    assert rows == [
-        (torch, triton[torch], ", ".join(versions.partners(torch))) for torch in torches
-    ]
+    assert rows == [(each, triton[each], ", ".join(versions.partners(each))) for each in torches]
 
 
 def page(name):

@@ -21,9 +21,8 @@ SPEC = DsaSpec(
 
 
 def sampled(rows, *shape, seed=0, dtype=torch.float32):
-    """Return the first rows of a random tensor, which depends on the other sizes and the seed."""
-    values = torch.randn(600, *shape, generator=torch.Generator().manual_seed(seed))
-    return values[:rows].to(dtype)
+    """Return the first ``rows`` of 600 random rows; other calls return the same first rows."""
+    return torch.randn(600, *shape, generator=torch.Generator().manual_seed(seed))[:rows].to(dtype)
 
 
 def call_of(spec, num_tokens=TOKENS, padding=0, **changed):
@@ -97,8 +96,7 @@ def test_wrong_calls_are_refused_before_anything_is_written():
     indexer, slots = call.keywords["indexer"], torch.zeros(TOKENS, 3, dtype=torch.int32)
     expanded = replace(SPEC, context="chunked", workspace_rows=4)
     chunked = build_mla_step(expanded, i32([0, 7]), i32([7]), i32([[2, 0]]), num_tokens=TOKENS)
-    w_kv_b = sampled(HEADS * (NOPE + VALUE), RANK)
-    weights = replace(call.keywords["weights"], w_kv_b=w_kv_b)
+    weights = replace(call.keywords["weights"], w_kv_b=sampled(HEADS * (NOPE + VALUE), RANK))
     for changed, message in (
         ({"slots": slots}, "slots must be given to a layer without an indexer, .* got both"),
         ({"indexer": None}, "slots must be given to a layer without an indexer, .* got neither"),

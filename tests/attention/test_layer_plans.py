@@ -47,13 +47,12 @@ class Plans(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         spec = OPS.get(op._opname) if op.namespace == "dsv4_ops" else None
         if spec is not None and spec.name.startswith(("sparse_mla_decode", "sparse_mla_prefill")):
-            given = spec.arguments(args, kwargs or {})
-            self.given.append((spec.name, given.get("plan")))
+            self.given.append((spec.name, spec.arguments(args, kwargs or {}).get("plan")))
         return op(*args, **(kwargs or {}))
 
 
 def builders(tables: BlockTables, held: StateTables, *batch: Tensor) -> dict[str, Any]:
-    """Return the functions that make a step, as functions of ``plan_heads``."""
+    """Return, by name, functions that make a step of this batch for ``plan_heads``."""
     starts, lens, slots = batch
     build = build_decode_metadata, build_prefill_metadata
     decode = build[0](SPEC.attention, starts, lens, slots, tables)
@@ -83,7 +82,7 @@ NAMES = ("build_attention_step", "attention_step", "attention_step_of_tokens")
 @pytest.mark.parametrize("name", [*NAMES, "of prefills"])
 def test_a_plan_by_hand(name: str) -> None:
     """Tokens see 8, 8, 3, 0 window rows and 3, 3, 0, 0 compressed rows: 2, 2, 1, 0 blocks of 64.
-    These fit one split each. From 65 heads on, a plan has half as many programs."""
+    Each token has one split. From 65 heads on, a plan has half as many programs."""
     build = made()[name]
     step = build(plan_heads=4)
     assert step.swa_lens.tolist() == [8, 8, 3, 0]
@@ -198,8 +197,7 @@ def test_a_plan_of_no_such_step_is_refused_before_anything_is_written(name: str)
 
 def test_a_plan_with_batch_invariance_is_refused_before_anything_is_written() -> None:
     layer, inputs = layer_of("c128", SPEC)
-    error = refused(replace(SPEC, batch_invariant=True), layer, a_call(layer, inputs))
-    assert str(error) == (
+    assert str(refused(replace(SPEC, batch_invariant=True), layer, a_call(layer, inputs))) == (
         "attention_layer: step.c128.plan must be None with batch_invariant, got a tensor. "
         "Build the step with plan_heads=0."
     )
@@ -213,8 +211,7 @@ def test_a_plan_for_flash_mla_is_refused_before_anything_is_written(
     layer = SmallLayer("c128", SPEC)
     inputs = layers.projected(layer, layers.hidden_states()[:1])
     spec, call = replace(SPEC, impl="flash_mla"), a_call(layer, inputs)
-    error = refused(spec, layer, call)
-    assert str(error) == (
+    assert str(refused(spec, layer, call)) == (
         "attention_layer: step.c128.plan must be None for impl 'flash_mla', got a tensor. "
         "Build the step with plan_heads=0."
     )
@@ -253,10 +250,9 @@ def test_a_step_is_a_pytree_with_and_without_a_plan(plan: Tensor | None) -> None
 
 def test_a_step_makes_the_schedule_of_deep_gemm_once() -> None:
     """By hand: 15 tokens of 100 rows, in tables of 64 rows, have one split each, and a token
-    without a request has none. Of two SMs, one gets 8 splits and the other 7."""
+    without a request has none. One of the two SMs gets 8 splits, the other 7."""
     spec = replace(SPEC, impl="deep_gemm", schedule_sms=2)
-    page = spec.block_size("c4")
-    table = torch.zeros(16, 64 // page, dtype=torch.int32)
+    table = torch.zeros(16, 64 // spec.block_size("c4"), dtype=torch.int32)
     lens = torch.full((16,), 400, dtype=torch.int32)
     lens[3] = 0
     starts = torch.arange(17, dtype=torch.int32)
@@ -265,15 +261,14 @@ def test_a_step_makes_the_schedule_of_deep_gemm_once() -> None:
     assert step.c4.schedule is not None
     assert step.c4.schedule.tolist() == [[0, 0], [9, 0], [16, 0]]
     assert step.c128.schedule is None
-    plain = build_attention_step(SPEC, *args, StateTables(table, table))
-    assert plain.c4.schedule is None
+    assert build_attention_step(SPEC, *args, StateTables(table, table)).c4.schedule is None
     with pytest.raises(ValueError, match="LayerSpec: schedule_sms must be 0 for impl 'auto'"):
         replace(SPEC, schedule_sms=2)
 
 
 @pytest.mark.parametrize("kinds", [KINDS, ("c4", "c128"), ("window",), ("c4",), ()])
 def test_a_step_plans_for_the_kinds_of_the_model_alone(kinds: tuple[str, ...]) -> None:
-    """Such plans are FlashMLA's metadata, DeepGEMM's schedule and our own plan."""
+    """The plans are FlashMLA's metadata, DeepGEMM's schedule and our own plan."""
     table = torch.arange(16, dtype=torch.int32)[None]
     args = (i32([0, 1]), i32([60]), torch.tensor([59]), BlockTables(table, table, table))
     sets = {"flash_mla": {"sm_parts": 3}, "deep_gemm": {"schedule_sms": 2}, "auto": {}}

@@ -49,8 +49,8 @@ def in_one_pass(
 
 
 def assert_close(actual: Tensor, expected: Tensor, budget: float) -> None:
-    """Assert that a row's error is at most ``budget`` times its amax. In bf16 that is twice the
-    rounding of the result, the weights, and the codes that the order of float32 sums may change."""
+    """Assert that a row's error is at most ``budget`` times its amax. In bf16, the
+    budget is twice the error of rounded results and weights, and of codes that may change."""
     error = (actual.double() - expected.double()).abs().amax((1, 2))
     amax = expected.double().abs().amax((1, 2))
     assert amax.min() > 0.1
@@ -181,7 +181,7 @@ def test_a_step_is_the_same_from_metadata() -> None:
 
 
 def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
-    """A mask excludes tokens whatever their slots are. Without a mask, a slot of -1 does."""
+    """A mask excludes tokens whatever their slots are; without it, a slot of -1 does."""
     layer, _ = layer_of("c4", SPEC)
     starts, lens, slots, swa, rows, states = Engine(layer).batch([3, 1, 0, 9], 2)
     tables, held = BlockTables(swa=swa, c4=rows, c128=rows), StateTables(c4=states, c128=states)
@@ -213,7 +213,7 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
 @pytest.mark.parametrize("kind", ["c4", "c128"])
 @pytest.mark.parametrize("rings", [False, True])
 def test_states_of_rings_are_saved_when_the_windows_were_read(kind: str, rings: bool) -> None:
-    """Without ``state_rings`` one op reads and saves states. Chunks give the result of one step."""
+    """With ``state_rings`` one op reads states and another saves them, without it one does both."""
     layer, inputs, whole = in_one_pass(kind, PLAIN)
     with changed(layer, state_rings=rings), Called() as called:
         (out,) = in_chunks(layer, inputs[:1], [[5, 0, 1, 1, 30, LENGTH - 37]])
@@ -236,8 +236,8 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def test_states_of_a_token_go_where_its_window_key_goes() -> None:
-    """A token with slot -1 is in no cache, and attends only if a mask says that it is valid. By
-    hand, with blocks of 4 and 8 rows."""
+    """A token with slot -1 is in no cache, and attends only if a mask says that it is valid.
+    The numbers are by hand, for blocks of 4 and 8 rows."""
     table = i32([[7, 3, 5]])
     batch = (
         SPEC,

@@ -69,8 +69,7 @@ def test_flash_mla_runs_both_schedules(
     inputs, outputs = projected(layer, hidden_states()[:1]), {}
     for impl in ("reference", "flash_mla"):
         for layer.schedule in ("decode", "prefill"):
-            parts = sm_parts if impl == "flash_mla" else 0
-            layer.spec = replace(SPEC, impl=impl, sm_parts=parts)
+            layer.spec = replace(SPEC, impl=impl, sm_parts=sm_parts if impl == "flash_mla" else 0)
             poison(layer)
             (outputs[impl, layer.schedule],) = layers.in_chunks(layer, inputs, [[LENGTH]])
     assert flash_mla.calls == ["decode", "prefill"]
@@ -136,7 +135,7 @@ def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(
 
 
 def test_what_does_not_depend_on_the_batch_is_no_choice_of_auto() -> None:
-    """On a GPU, "auto" would choose by the size of the batch; other layouts have no choice."""
+    """On a GPU, "auto" chooses by the batch size, so batch-invariant V4 layers run "triton"."""
     q = torch.empty(600, 64, 512, device="meta")
     invariant = replace(SPEC, batch_invariant=True)
     assert prefill_impl(invariant, q) == "auto"

@@ -106,7 +106,7 @@ def test_invalid_tokens_are_padding_by_hand():
 
 
 def test_tokens_without_a_slot_are_padding_by_hand():
-    """vLLM's rule, without a mask. With a mask of ones the token attends, but is not stored."""
+    """As in vLLM, a token without a slot is padding. A mask of ones lets the token attend."""
     table = i32([[7, 3], [2, 5]])
     slots, tables = i64([100, 101, -1, 103]), BlockTables(table, table, table)
     batch, everywhere = (i32([0, 2, 4]), i32([8, 6]), slots, tables), torch.ones(4).bool()
@@ -119,8 +119,7 @@ def test_tokens_without_a_slot_are_padding_by_hand():
         assert metadata.c4_lens.tolist() == [3, 4, 0, 3]
         assert metadata.c128_lens.tolist() == [1, 2, 0, 1]
         assert metadata.swa_lens.tolist() == [3, 3, 0, 3]
-        window = [[12, 13, 14], [13, 14, 15], [-1] * 3, [11, 20, 21]]
-        assert metadata.swa_indices.tolist() == window
+        assert metadata.swa_indices.tolist() == [[12, 13, 14], [13, 14, 15], [-1] * 3, [11, 20, 21]]
         assert metadata.c4_slot_mapping.tolist() == [-1, 7 * 4 + 3, -1, 2 * 4 + 2]
         assert metadata.c128_slot_mapping.tolist() == [-1, 7 * 2 + 1, -1, -1]
         whole = build(SMALL, *batch, everywhere, **more)
@@ -175,8 +174,7 @@ def test_decodes_known_to_the_host_and_to_the_device_give_one_plan(num_decodes):
             for number in (num_decodes, i32([num_decodes]))
         )
         assert_equal(device, host)
-        used = host.chunks[: int(host.num_chunks)]
-        assert bool((used[:, 0] >= num_decodes).all())
+        assert bool((host.chunks[: int(host.num_chunks)][:, 0] >= num_decodes).all())
 
 
 def test_errors_of_num_decodes():
@@ -212,10 +210,9 @@ def test_prefill_metadata_against_the_oracle(seed):
     assert [tensor.tolist() for tensor in found] == list(map(list, bounds))
     split = oracles.split_decodes_and_prefills(query_start_loc, decode_threshold=4)
     assert metadata.split.tolist() == split
-    lens = [stop - start for start, stop in pairwise(query_start_loc)]
     chunks, num_chunks = oracles.split_prefill_chunks(
         [max(length, 0) // 4 for length in seq_lens[split[0] :]],
-        lens[split[0] :],
+        [stop - start for start, stop in pairwise(query_start_loc)][split[0] :],
         workspace_size=SPEC.indexer_workspace,
         max_logits_bytes=SPEC.max_logits_bytes,
         max_chunks=MAX_CHUNKS,
@@ -226,8 +223,8 @@ def test_prefill_metadata_against_the_oracle(seed):
 
 
 def test_configuration_stays_constant_under_dynamic_shapes():
-    """dynamic=True makes ints of a captured spec symbolic. Widths computed from them would cost a
-    division per entry (3x on an H200), so the schemas take these settings as plain ints."""
+    """dynamic=True makes ints of a captured spec symbolic. Widths computed from such ints
+    would cost a division per entry, so the schemas take these settings as plain ints."""
     spec = AttentionSpec(next_n=2, max_model_len=8192)
     widths = []
 

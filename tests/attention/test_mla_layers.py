@@ -53,8 +53,7 @@ def test_the_step_of_a_mixed_batch():
 
 def test_the_step_of_absorbed_contexts():
     """Every token is a decode over the rows that it sees."""
-    valid = torch.tensor([True] * 5 + [False, True])
-    step = build_mla_step(SPEC, *BATCH, valid, num_tokens=7)
+    step = build_mla_step(SPEC, *BATCH, torch.tensor([True] * 5 + [False, True]), num_tokens=7)
     assert step.slot_mapping.tolist() == [28, 22, 23, 13, 14, -1, -1]
     assert step.decode_lens.tolist() == [5, 3, 4, 6, 7, 0, 0]
     assert step.decode_req_indices.tolist() == [0, 1, 1, 2, 2, -1, -1]
@@ -68,7 +67,7 @@ def test_the_step_of_absorbed_contexts():
 
 
 def test_decode_tokens_beyond_the_capacity_count_as_prefills():
-    """The context of request 1's second token is its first token, and all tokens before that."""
+    """The context of request 1's second token is its first token and all earlier tokens."""
     settings = {"next_n": 2, "max_decode_tokens": 2, "workspace_rows": 8}
     step = build_mla_step(chunked(**settings), *BATCH, num_tokens=7)
     assert step.counts.tolist() == [2, 2, 2, 3]
@@ -112,8 +111,7 @@ def plain_attention(spec, q, kv_c, k_pe, weight, table):
     k = torch.cat((expanded[..., :nope], shared), -1)
     q = torch.cat((q[..., :nope], rotated(q[..., nope:], positions, table)), -1)
     logits = torch.einsum("qhd,khd->hqk", q, k) * spec.softmax_scale
-    future = positions[None, :] > positions[:, None]
-    weights = logits.masked_fill(future, -torch.inf).softmax(-1)
+    weights = logits.masked_fill(positions[None, :] > positions[:, None], -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, expanded[..., nope:]).flatten(1)
 
 
@@ -190,8 +188,8 @@ def test_ragged_batches_are_plain_attention(changed, seed):
 
 
 def test_errors_of_codes_at_v3_sizes():
-    """The last 16 of 1024 positions, with 16 of V3's heads and a largest weight of 0.4 on average.
-    docs/transformers.md has these errors, relative to attention in float64."""
+    """The last 16 of 1024 tokens attend, with 16 of V3's heads; the largest attention weight is 0.4
+    on average. docs/transformers.md has these errors, relative to attention in float64."""
     heads, length, count, nope, value = 16, 1024, 16, 128, 128
     made = torch.Generator().manual_seed(0)
 
@@ -216,8 +214,7 @@ def test_errors_of_codes_at_v3_sizes():
         cache, all_rows = MlaCache.allocate(spec, 16), torch.arange(length)
         sizes = {"block_size": 64, "layout": layout}
         mla_insert_kv(kv_c, k_pe, cache.kv, all_rows, cache.scale, **sizes)
-        table_of_blocks = torch.arange(16, dtype=torch.int32)[None]
-        batch = (i32([0, count]), i32([length]), table_of_blocks)
+        batch = (i32([0, count]), i32([length]), torch.arange(16, dtype=torch.int32)[None])
         step = build_mla_step(spec, *batch, num_tokens=count)
         weights = MlaWeights(table, *halves, q_scale=None if query is None else torch.ones(1))
         inputs = MlaInputs(q, kv_c[-count:], k_pe[-count:])

@@ -38,7 +38,7 @@ from tests.support.ranks import run_ranks
 
 
 def ranks_of(world: int, turn: int, via: str = "", **settings: bool) -> ContextParallel:
-    """Split the heads and merge ``via`` a collective; without ``via`` every rank has all heads."""
+    """Return ranks that split heads and merge ``via`` a collective; with "", each has all heads."""
     heads = {"via": via, "shards_heads": True, "shards_index_heads": True} if via else {}
     parallel = ContextParallel.of(interleave=turn, **(heads | settings))
     assert parallel.world_size == world
@@ -99,7 +99,7 @@ def cuts(rng: Random, length: int) -> list[list[int]]:
 
 
 def variants(world: int) -> Iterator[tuple[LayerSpec, ContextParallel]]:
-    """Yield windows that ranks cannot share evenly, more candidates than rows, and interleaves."""
+    """Yield specs, with uneven windows or more candidates than rows, and ranks with interleaves."""
     for window, topk, ratio, turn, via in (
         (8, 6, 16, 1, ""),
         (7, 1, 8, 2, "reduce_scatter"),

@@ -22,7 +22,7 @@ TOKENS = 20
 
 
 def refused_by(error: Exception, *names: str) -> str:
-    """Return the beginning of an error in our form: what raised it, and the argument."""
+    """Check the form of an error; return what raised the error, and the argument that it names."""
     op, _, rest = str(error).partition(": ")
     assert op in names, error
     assert " must " in rest, error
@@ -88,8 +88,8 @@ def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
             error = (first - want.out).abs().amax((1, 2))[sure]
             assert (error <= budget * want.out.abs().amax((1, 2))[sure]).all(), (chosen, error)
         outcomes["right"] += 1
-    # right with v4_fp8: 2 indexer layouts x 3 scale_layouts; right with plain rows, per indexer
-    # layout: 2 dtypes x 2 x 2 sizes, and 2 scale_layouts in bfloat16
+    # for each of 2 indexer layouts: v4_fp8 with 3 scale_layouts; plain rows with 2 dtypes x 2 x 2
+    # sizes, and with 2 more scale_layouts in bfloat16
     assert outcomes["right"] == 2 * (2 * 3 + (2 * 4 + 2)), outcomes
     others = (f"LayerSpec {name}" for name in ("dtype", "scale_layout", "head_dim", "rope_dim"))
     assert set(outcomes) == {"right", *others}
@@ -122,7 +122,7 @@ def dense_spec(**chosen: Any) -> MlaSpec:
 
 
 BUDGETS = {("plain", F32): 2e-6, ("plain", BF16): 0.012}
-"""0.06 for rows of codes, 0.09 if queries are codes, too; test_mla_layers.py has V3's sizes."""
+"""Rows of codes have 0.06, or 0.09 with queries in codes; test_mla_layers.py has V3's sizes."""
 
 
 def test_every_dense_layer_is_right_or_refused() -> None:

@@ -77,7 +77,7 @@ def test_the_most_that_is_held_at_once_by_hand(device):
     x = torch.empty(1000, device=device)
 
     def call():
-        a = x + 1  # 4000 bytes
+        a = x + 1  # 4000 bytes are held
         b = a * 2  # 8000
         del a  # 4000
         c = b.view(10, 100) + b.view(10, 100)  # 8000
@@ -92,7 +92,7 @@ def test_the_most_that_is_held_at_once_by_hand(device):
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_step_holds_on_meta_what_it_holds_on_a_cpu(tokens):
-    """In float32, because a device may compute products of other dtypes in float32."""
+    """Models are float32, because a device may compute products of other dtypes in float32."""
     found = []
     for device in ("cpu", "meta"):
         model = v4.patch(small_model().to(device), kv="fp32", precision="reference")

@@ -72,7 +72,7 @@ def test_a_missing_baseline_is_a_row_not_the_end(name, smoke, uncompiled, tmp_pa
 
 
 def changed(*path, change):
-    """Return the op with its last values changed, in its result or in a written argument."""
+    """Return a wrapper of an op that applies ``change`` to a result or a written argument."""
 
     def corrupted(call):
         def wrong(*args):
@@ -301,7 +301,7 @@ def test_flash_mla_that_differs_is_said(uncompiled):
 
 
 def test_the_whole_prefill_gathers_all_rows_of_the_request(uncompiled):
-    """16 tokens follow 512 and a window: 163 rows of 655 tokens are gathered, and 16 + 127 keys."""
+    """16 tokens follow 512 + 127 tokens: vLLM gathers 163 C4 rows, and 16 + 127 window rows."""
     made = with_flash_mla()
     row = made.measure(timed("sparse_mla", "prefill"))
     assert (row.more["context"], row.more["gathered_rows"]) == (655, 163 + 143)

@@ -1,8 +1,8 @@
-"""Attention layers as compiled graphs and as an AOTInductor package: metadata, projections, caches
-and attention in one, with dynamic sizes, caches written in place.
+"""Attention layers as compiled graphs and as an AOTInductor package. Graph and package
+hold metadata, projections and attention, have dynamic sizes, and write caches in place.
 
 On a CPU, Inductor takes a minute for one C4 layer. So only this layer is packaged, a window layer
-is compiled, and the others are only traced. On a GPU all are compiled and packaged.
+is compiled, and the others are only traced. On a GPU, all layers are compiled and packaged.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ STEPS = (([5, 2, 0, 9], 3), ([1, 17, 6, 1], 0), ([1, 1, 1, 1], 2), ([3, 3, 2, 0]
 @contextmanager
 def scalar_code() -> Iterator[None]:
     """Compile without SIMD: g++ then takes half the time, and these tests measure no speed."""
-    once = {"cpp.simdlen": 1, "aot_inductor.debug_compile": True}  # and packages with -O0
+    once = {"cpp.simdlen": 1, "aot_inductor.debug_compile": True}  # a package with -O0
     with torch._inductor.config.patch(once):
         yield
 

@@ -129,7 +129,7 @@ def packages():
 def test_ops_survive_packages(names, request, tmp_path):
     """A package of many ops runs without registrations, and writes to the caller's tensors, in
     Python and (nightly) in C++. The package also launches a Gluon kernel, whose binary it contains.
-    It links no library of Python."""
+    The package links no library of Python."""
     ops = [Packaged(OPS[name]) for name in names]
     launches = [] if names is not PACKAGED or played_launch is None else [*map(Launch, (7, 2, 200))]
     ops += launches[:1]

@@ -64,7 +64,7 @@ def what_runs(name, case, capability, monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **kwargs: ran.add(TRITON)
 
-    # if a launcher returned the reference's result, it would call this function
+    # a launcher that falls back on the reference calls this function, too
     monkeypatch.setattr(importlib.import_module(f"dsv4_ops.reference.{spec.stem}"), name, reference)
     monkeypatch.setattr(define, "_eager", lambda: Launcher(Kernel, capability=capability))
     observed = dataclasses.replace(spec, reference=reference, launch_with=launch_with)
@@ -132,6 +132,5 @@ def test_a_fake_changes_no_cache_key():
     """The key names the installed libraries from the import on."""
     before = torch.compiler.config.cache_key_tag
     for name in (name for name, spec in OPS.items() if spec.has_choice):
-        case = testing.cases_of(name)[0].on("meta")
-        case.run(OPS[name].op)
+        testing.cases_of(name)[0].on("meta").run(OPS[name].op)
     assert torch.compiler.config.cache_key_tag == before

@@ -24,8 +24,7 @@ def test_ops_with_a_choice_name_their_executions():
     for library, names in LIBRARY_OPS.items():
         assert {name for name in CHOICES if library in OPS[name].providers} == set(names)
     for name in CHOICES:
-        known = {*choice.IMPLS, libraries.SCALED_MM}
-        assert set(OPS[name].providers) <= known - {"auto"}
+        assert set(OPS[name].providers) <= {*choice.IMPLS, libraries.SCALED_MM} - {"auto"}
         for library in set(OPS[name].providers) & set(libraries.LIBRARIES):
             assert callable(OPS[name].launcher(library))
 
@@ -47,8 +46,7 @@ def test_an_explicit_impl_never_falls_back_on_cpu(name):
     for impl in OPS[name].providers:
         if impl == "reference":
             continue
-        text = message(RuntimeError, name, case, impl=impl)
-        assert text == (
+        assert message(RuntimeError, name, case, impl=impl) == (
             f"{name}: impl must be 'auto' or 'reference' on cpu, got {impl!r}. "
             "Move the tensors to a CUDA device."
         )
@@ -70,11 +68,10 @@ def test_a_missing_library_says_how_to_get_it(on_cpu, monkeypatch):
         monkeypatch.delenv(libraries.VARIABLES[library], raising=False)
         with pytest.raises(ImportError) as error:
             choice.require(name, library)
-        variable = libraries.VARIABLES[library]
         assert str(error.value) == (
             f"{name}: impl must be one that runs here, got {library!r}. "
             f"{choice._NAMES[library]}: not installed: install vLLM, which has a build, or name "
-            f"a path in {variable}."
+            f"a path in {libraries.VARIABLES[library]}."
         )
         providers_on_cpu.UNUSABLE.cache_clear()
 

@@ -43,7 +43,7 @@ def test_the_adapter_selects_what_the_reference_selects(topk, slots, deep_gemm):
 
 
 def test_the_adapter_scores_rows_of_tokens_one_by_one(deep_gemm):
-    """Tokens may be of several requests, so that no row of the block table serves all of them."""
+    """Tokens may be of several requests, so no row of the block table serves all of them."""
     queries, lens, rows = indexer_call(4)
     settings = {"block_size": 64, "num_rows": 256}
     upstream = ops.indexer_logits(*queries, lens.view(3, 3), *rows, **settings, impl="deep_gemm")
@@ -83,7 +83,7 @@ def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
 
 @pytest.mark.parametrize("is_older", [True, False])
 def test_other_releases_of_deep_gemm(deep_gemm, monkeypatch, is_older):
-    """Older ones use another name; from 2.8 on, no setting allows undefined logits."""
+    """Older releases have another name for the function; since 2.8, it has no ``clean_logits``."""
     ours, name = deep_gemm.fp8_fp4_paged_mqa_logits, "fp8_fp4_paged_mqa_logits"
     function = lambda *rest: ours(*rest, False)  # noqa: E731
     if is_older:

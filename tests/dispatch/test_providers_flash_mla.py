@@ -60,8 +60,7 @@ def test_the_rotation_is_undone_behind_it(flash_mla):
     table = ops.rope_cos_sin_cache(64, theta=10000.0)
     positions = torch.tensor([0, 5, -1, 63, 64, 9, 2**62])
     case = decode_case(2, 7, 64)
-    tensors = (*case.tensors[:-2], positions, table)
-    rotated = type(case)("inverse RoPE", tensors, case.settings)
+    rotated = type(case)("inverse RoPE", (*case.tensors[:-2], positions, table), case.settings)
     assert_right(DECODE, rotated, call(DECODE, rotated, impl="flash_mla"))
 
 
@@ -229,8 +228,7 @@ def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
     assert len([line for line in calls if "#" not in line]) == 1, calls
     assert [line for line in opaque_calls(code) if not line.startswith("assert_")] == []
     if name != GATHERED:  # the caches are passed unchanged
-        cache = case.tensors[1]
-        assert f"empty_strided_cpu(({cache.shape[0]}," not in code
+        assert f"empty_strided_cpu(({case.tensors[1].shape[0]}," not in code
 
 
 def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):

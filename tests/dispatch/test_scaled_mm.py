@@ -98,7 +98,7 @@ def test_it_raises_where_it_does_not_run(monkeypatch):
 
 
 def test_auto_takes_it_from_so_many_tokens_on(on_cpu):
-    """From these sizes on, torch was faster when measured; it needs activations in FP8."""
+    """From these sizes on, torch's product was faster when measured. It needs FP8 activations."""
     most = choice.SCALED_MM_TOKENS["fp8_linear"]
     assert choice_of("fp8_linear", *call(most), activations="fp8").impl == "scaled_mm"
     assert choice_of("fp8_linear", *call(most - 1), activations="fp8").impl == "triton"

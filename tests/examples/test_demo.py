@@ -382,8 +382,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
 
 def test_a_long_task_says_that_it_goes_on():
     stream = io.StringIO()
-    progress = Progress(since=time.time() - 100, every=0.01, stream=stream)
-    with progress.during("a task"):
+    with Progress(since=time.time() - 100, every=0.01, stream=stream).during("a task"):
         time.sleep(0.2)
     first, *more = stream.getvalue().splitlines()
     assert first.startswith("[ 100.")

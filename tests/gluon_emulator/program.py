@@ -180,7 +180,7 @@ class Program:
         self.barriers: dict[tuple[_Memory, Any], Barrier] = {}
 
     def switch(self, waits_for: str = "", goes_on: Callable[[], bool] | None = None) -> None:
-        """Let a random partition continue; with ``goes_on``, this one waits until it is true."""
+        """Let a random partition continue; with ``goes_on``, this one waits until that is true."""
         me = self.running
         me.waits_for, me.goes_on = waits_for, goes_on
         if goes_on is None and self.random.random() < 0.5:

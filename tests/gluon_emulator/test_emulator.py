@@ -23,8 +23,7 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 def _copy_kernel(source, target, count, MASKED: gl.constexpr):
     place = gl.program_id(0) * 64 + gl.arange(0, 64, LINE)
     there = place < (count if MASKED else 1000)
-    values = gl.load(source + place, mask=there, other=7)
-    gl.store(target + place, values, mask=there)
+    gl.store(target + place, gl.load(source + place, mask=there, other=7), mask=there)
 
 
 @pytest.mark.parametrize("shape", [(100,), (3, 100)], ids=["dense", "a column"])
@@ -90,8 +89,7 @@ def _consume(out, rows, full, empty, blocks, WAITS: gl.constexpr, EARLY: gl.cons
             mbarrier.arrive(empty)
         block += 1
     row = gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    column = gl.arange(0, 64, gl.SliceLayout(0, SUMS))
-    gl.store(out + row[:, None] * 64 + column[None, :], sums)
+    gl.store(out + row[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, SUMS))[None, :], sums)
 
 
 @gluon.jit

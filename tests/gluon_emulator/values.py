@@ -45,8 +45,7 @@ def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
 
 def widened(bits: np.ndarray) -> np.ndarray:
     """Return the float32 values of bf16 bits in uint16."""
-    words = np.ascontiguousarray(bits.astype(np.uint32) << 16)
-    return words.view(np.float32).reshape(bits.shape)
+    return np.ascontiguousarray(bits.astype(np.uint32) << 16).view(np.float32).reshape(bits.shape)
 
 
 class Typed:
@@ -345,7 +344,6 @@ def convert_layout(values: Value, layout: Any, assert_trivial: bool = False) -> 
 
 
 def scanned(values: Value, axis: int, combine: Any) -> Value:
-    """Scan sums only. ``combine``, like all functions of kernels, works on emulated values."""
-    two = combine(tensor(2), tensor(3))
-    assert int(two) == 5, "scans are emulated of sums only"
+    """Return cumulative sums. ``combine`` must add; like all kernel functions, it is emulated."""
+    assert int(combine(tensor(2), tensor(3))) == 5, "scans are emulated of sums only"
     return values.like(np.cumsum(values.data, axis=axis, dtype=values.data.dtype))

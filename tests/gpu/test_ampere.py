@@ -1,5 +1,5 @@
-"""Code for an A100 on a Hopper card, which runs PTX for sm_80: results, not speed. Takes minutes:
-``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist worksteal``."""
+"""Code for an A100 on a Hopper card, which runs PTX for sm_80: results, not speed. The tests take
+minutes: ``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist worksteal``."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ KERNEL_OPS = [name for name, spec in OPS.items() if spec.has_kernel and name not
 
 @pytest.mark.usefixtures("a100")
 def test_kernels_are_those_of_an_a100():
-    """If this fails, the other tests here show nothing. Every value and code is converted."""
+    """If this test fails, the other tests here show nothing. Every value and code is converted."""
     target = EAGER.target(DEVICE)
     assert (target.converts_codes, target.is_hopper, target.large_tiles) == (False,) * 3
     values = torch.randn(every_code.BLOCK, device=DEVICE)

@@ -139,7 +139,7 @@ class Requests:
 
 @torch.no_grad()
 def rank_soaks(rank, world, steps):
-    """Run a captured step; every 25 steps compare with float32 over the rows of one GPU."""
+    """Replay captured steps; every 25 steps, compare with float32 attention over the same rows."""
     say, own = Progress(rank).say, slice(rank * HEADS // world, (rank + 1) * HEADS // world)
     parallel = ContextParallel.of(interleave=16, via="symmetric_memory", shards_heads=True)
     whole = whole_spec()

@@ -44,8 +44,8 @@ OTHERS += ("inverse_rope_group_quantize", "qnorm_rope_kv_insert")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("name", [*COMPRESSORS, *OTHERS])
 def test_sampled_calls_of_every_configuration(name, part):
-    """Eager calls run our kernels, or torch's one by one, with NaN, infinities, adversarial slots
-    and positions, plain layouts, one head, and empty tensors."""
+    """Eager calls run our kernels, or those of torch, over NaN, infinities, adversarial slots and
+    positions, plain layouts, one head, and empty tensors."""
     agrees_when_sampled(name, part, precise=name in COMPRESSORS)
 
 

@@ -68,8 +68,8 @@ def test_logits_in_float32(family):
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packaged_decode(family, exact, tmp_path):
-    """A package decodes tokens that see 61 rows and attend to 32, in a process without our
-    Python. Exact packages have float32 weights and caches; the others bf16 and FP8."""
+    """A package decodes in a process without our Python; a token that sees 61 rows attends to 32.
+    Exact packages have float32 weights and caches; the others bf16 and FP8."""
     dtype, most = (torch.float32, 1e-4) if exact else (torch.bfloat16, 0.3)
     sizes = {**SIZES, "index_topk": 32, "device": DEVICE}
     want = small_dsa_model(family, **sizes)(text().to(DEVICE)).logits

@@ -37,7 +37,7 @@ def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_exper
 @PRECISIONS
 @pytest.mark.parametrize("num_tokens", [100, 260, 600])
 def test_an_expert_of_many_blocks_among_others_of_one(num_tokens, bits, settings):
-    """Some programs have two blocks, at each size that allows two: 3, 8 or 19 rows on average."""
+    """Experts have 3, 8 or 19 rows on average; at each size, some programs have two blocks."""
     x, scores, ids, weights = sampled(num_tokens, 64, bits)
     ids[: num_tokens // 2, 0] = 3
     check(x, scores, ids, weights, settings)
@@ -70,7 +70,7 @@ def test_scales_that_begin_at_any_byte_give_the_same(skipped):
 @pytest.mark.parametrize("num_tokens", [40, 100])  # single blocks, and pairs of blocks
 @pytest.mark.parametrize("scale", [110, 111, 122, 123, 255])
 def test_scales_around_the_reach_of_codes(num_tokens, scale):
-    """Scales after the first 256 columns of a row: 111 and 122 are the limits for byte 118."""
+    """Scale bytes are 118, except for one in some rows: 111 to 122 are within reach of codes."""
     seed = torch.Generator().manual_seed(num_tokens)
     up, up_scale, down, down_scale = expert_weights(seed, 2, 512, 384, 4)
     up_scale, down_scale = (torch.full_like(each, 118) for each in (up_scale, down_scale))

@@ -24,7 +24,7 @@ STEP = (0, 2, 1, 3, 0, 5)
 
 
 def parts_of(number, seed, rank):
-    """Sample random bytes; every second call has other strides, and odd ranks other alignment."""
+    """Sample random bytes. With odd seeds, parts have gaps, and are unaligned on odd ranks."""
     made, found = torch.Generator("cuda").manual_seed(4 * seed + rank), []
     for dtype, shape in CALLS[number][0]:
         values = torch.randint(
@@ -71,7 +71,7 @@ def merged(rank, world):
 @torch.no_grad()
 def rank_gathers(rank, world):
     group = dist.group.WORLD.group_name
-    for seed in range(40):  # in some calls one rank is late, and sizes change
+    for seed in range(40):  # one rank is late in some calls; sizes differ between calls
         number = seed * 5 % len(CALLS)
         parts = parts_of(number, seed, rank)
         if seed % 5 == rank:

@@ -188,7 +188,7 @@ def test_selection_of_random_keys(num_tokens, max_rows, topk):
 
 
 def test_a_token_depends_on_no_other_token():
-    """A row is split into as many parts as fit for one token, three for 128 tokens, one for 300."""
+    """A row has three parts with 128 tokens, one with 300, and as many as fit with one token."""
     batch = Batch(num_tokens=300, max_rows=16384, whole=False, seed=3)
     whole = batch.select(512)
     assert torch.equal(batch.select(512, slice(0, 128)), whole[:128])
@@ -225,8 +225,8 @@ def test_captured_selection_follows_its_inputs(num_tokens):
      (2048, 1, [(21, 12800), (2, 131072), (130, 640), (300, 147456)])],
 )  # fmt: skip
 def test_compiled_selection_takes_any_sizes(topk, ratio, batches):
-    """One graph serves 2 to 300 tokens and rows of any length; rows and slots are exact. Of the
-    wide selections, two list the kept keys, one needs no list, and one stores no scores."""
+    """One graph serves 2 to 300 tokens and rows of any length; rows and slots are exact. Two
+    wide selections list the kept keys, one needs no list, and one stores no scores."""
     torch._dynamo.reset()
     sizes = {"block_size": 64, "compress_ratio": ratio, "topk": topk}
 

@@ -14,7 +14,7 @@ REPEATED = [name for name, op in OPS.items() if op.has_kernel and "group" not in
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_a_repeated_call_has_the_same_bits(name):
-    """All named cases; the tensors of the first call are spoiled before the second call."""
+    """Each named case is called twice; the first call's tensors are zeroed before the second."""
     spec = OPS[name]
 
     def run(case):

@@ -47,7 +47,7 @@ def rank_merges(rank, world):
     def merge(out, lse, base="e"):
         return ops.cp_combine(out, lse, group, via="symmetric_memory", lse_base=base)
 
-    for seed in range(40):  # in some calls one rank is late, and sizes change from call to call
+    for seed in range(40):  # one rank is late in some calls; sizes differ between calls
         base = ("e", "2")[seed % 2]
         outs, lses = parts_of(*CALLS[seed * 7 % len(CALLS)], world, seed)
         if seed % 5 == rank:

@@ -19,7 +19,7 @@ CASES = mla_batches.kernel_cases()
 
 @pytest.fixture(params=["", "in Triton", "of an A100"])
 def each_kernel(request, monkeypatch):
-    """Run this GPU's kernel, then the Triton kernel; compiled calls run only the former."""
+    """Run this GPU's kernel, the Triton kernel, and an A100's. Compiled calls run the first."""
     if request.param == "of an A100":
         request.getfixturevalue("a100")
     elif request.param:

@@ -1,5 +1,5 @@
 """AOTInductor packages of sparse MLA on Hopper, exported for any number of tokens: they hold the
-binaries of its kernels in Gluon. ``test_layers.py`` runs such packages where nothing of ours is
+binaries of its kernels in Gluon. ``test_layers.py`` runs packages where nothing of ours is
 imported. Run there with ``pytest -m gpu tests``."""
 
 import zipfile
@@ -81,7 +81,7 @@ def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
         actual = run(*given)
         if count < 1000:
             batches.agrees(name, case, tuple(actual))
-        if count > 10 or name == GATHERED:  # other splits are combined 16 at a time, here 8
+        if count > 10 or name == GATHERED:  # else packages combine fewer splits at a time
             assert all(map(equal, actual, batches.kernel(name, case)))
         moved = [shifted(each) if place in per_token else each for place, each in enumerate(given)]
         assert all(map(equal, run(*moved), actual))

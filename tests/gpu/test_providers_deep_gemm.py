@@ -59,7 +59,7 @@ def test_deep_gemm_selects_exactly_where_scores_are_exact(tokens, rows, heads):
 
 @pytest.mark.parametrize(("tokens", "rows", "heads"), SHAPES)
 def test_deep_gemm_scores_are_near(tokens, rows, heads):
-    """Upstream's tolerance is 5e-6 of the squared difference."""
+    """The squared difference is within upstream's 5e-6 of the sum of all squares."""
     batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads, whole=False)
     upstream, ours = deep_gemm(batch), deep_gemm(batch, impl="triton")
     exist = ours > -math.inf

@@ -54,7 +54,7 @@ def test_insert_has_the_bytes_of_rotation_and_insert(layout, num_tokens):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_bf16_value_is_rotated_and_stored_as_on_the_cpu(layout):
-    """All 65536 bit patterns, as first and as second value of a pair; NaN is 0x7FC0."""
+    """All 65536 bit patterns are first and second values of pairs; NaN becomes 0x7FC0."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     generator = torch.Generator().manual_seed(3)
     kv = torch.zeros(2048, 512, dtype=torch.bfloat16)

@@ -122,7 +122,7 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
     want = logits_of(whole(family), text())
     model = split(family, folder, tp_plan=head_plan(family), ep_size=dist.get_world_size())
     model = model.to(DEVICE)
-    # in float32 its grouped products read lengths on the host, which no graph can capture
+    # in float32, grouped products read lengths on the host, which no graph can capture
     model.set_experts_implementation("batched_mm")
     patched(model, parallel=ContextParallel.of(interleave=2, via=VIA))
     one = started(patched(whole(family).to(DEVICE)), COUNTS).cache if family == "v4" else None

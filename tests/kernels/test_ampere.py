@@ -21,7 +21,7 @@ from tests.support.hopper import hopper  # noqa: F401  # a fixture
 
 @pytest.mark.parametrize(("streams", "steps"), [(4, (8, 8)), (5, (1, 8)), (8, (1, 1))])
 def test_programs_of_streams_take_several_steps_if_two_fit(streams, steps):
-    """Two steps take 78 KB (4 streams) or 106 KB (5) of sm_86's 101; 8 exceed sm_90's 232."""
+    """Two steps take 78 KB (4 streams) or 106 KB (5) of sm_86's 101; 8 streams exceed sm_90's."""
     args, settings = kernels._streams(True, 1024, streams)
     for where, expected in zip(((8, 6), (9, 0)), steps, strict=True):
         launch = kernels.recorded("hyper_connection", args, settings, where)[0]
@@ -45,8 +45,7 @@ def test_a_key_is_converted_once_for_both_products(name, codes):
     """256 threads convert pairs with two instructions; Triton would convert for each product."""
     args, settings = kernels.examples()[name]
     launch = kernels.recorded(name.partition(",")[0], args, settings, (8, 0))[0]
-    ptx = kernels.compiled(launch, 80).asm["ptx"]
-    assert ptx.count("fma.rn.bf16x2") == codes // 256
+    assert kernels.compiled(launch, 80).asm["ptx"].count("fma.rn.bf16x2") == codes // 256
 
 
 def constants(capability):

@@ -1,5 +1,5 @@
-"""The private names of torch that we use exist in the installed version; CI tests 2.13 and 2.15,
-the GPU machine tests 2.11."""
+"""The private names of torch that we use exist in the installed version. Every lane of
+``core/versions.py`` runs these tests."""
 
 import ast
 import re
@@ -122,9 +122,7 @@ def test_every_kernel_is_launched_with_fusion_set(monkeypatch):
     monkeypatch.setattr(binary.triton, "compile", lambda source, **rest: given.update(rest))
     from dsv4_ops.kernels.indexer.topk import select_logits_kernel
 
-    names = select_logits_kernel.arg_names
-    constants = dict.fromkeys(names, 1)
-    binary.compiled(select_logits_kernel, [], constants, 90)
+    binary.compiled(select_logits_kernel, [], dict.fromkeys(select_logits_kernel.arg_names, 1), 90)
     assert given["options"] == triton_compat.FUSION
 
 
@@ -165,7 +163,6 @@ def test_an_element_is_not_read_past_where_sizes_are_symbols():
     with one_graph_for_all_sizes():
         compiled = torch.compile(lens_of_rank, dynamic=True, fullgraph=True)
         for count in (1, 8, 5):
-            lens = torch.arange(5, 5 + count, dtype=torch.int32)
-            found = compiled(lens, rank)
+            found = compiled(torch.arange(5, 5 + count, dtype=torch.int32), rank)
             assert found[0].tolist() == [length // 2 for length in range(5, 5 + count)]
             assert found[1].tolist() == [5 + min(each, count - 1) for each in range(4, 8)]

@@ -19,7 +19,7 @@ from tests.helpers import nightly
 from tests.support.hopper import hopper  # noqa: F401  # a fixture
 
 LATE = {"finish_heads_kernel"}
-"""This kernel follows FlashMLA's combine, which may end before the kernel that precedes it."""
+"""This kernel follows FlashMLA's combine, which may end before the combine's predecessor."""
 
 WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 MEMORY = re.compile(r"\b(?:ld|st|atom|red|prefetch)[\w.:]*\.global|\bcp\.\w|\bgriddepcontrol\.\w+")

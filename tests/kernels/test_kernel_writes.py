@@ -1,5 +1,5 @@
-"""Which arguments torch believes that kernels write to. One too many would be copied, or would
-prevent CUDA graphs of compiled code."""
+"""Which arguments torch believes that kernels write to. Torch would copy an argument too many, or
+would make no CUDA graphs of compiled code."""
 
 import signal
 

@@ -43,8 +43,8 @@ def test_a_device_that_is_not_here_is_what_was_said_of_it():
 
 
 def test_what_a_gpu_offers_follows_from_its_compute_capability(monkeypatch):
-    """Shared memory in KB, and whether a GPU converts e4m3 codes and runs Hopper's kernels. Later
-    GPUs count as small; GPUs before 8.9 do not convert."""
+    """Shared memory in KiB, and whether a GPU converts e4m3 codes and runs Hopper's kernels. Later
+    GPUs are taken to have 99 KiB; GPUs before 8.9 do not convert."""
     monkeypatch.setattr(torch.version, "hip", None)
     offered = {
         (7, 5): (64, False, False),

@@ -49,8 +49,7 @@ def compiled(monkeypatch):
 def called(name, case):
     """Call an op on a simulated GPU, with fake tensors like those of a case."""
     with FakeTensorMode(), torch.no_grad():
-        tensors = pytree.tree_map(on_cuda, case.tensors)
-        return OPS[name].op(*tensors, **case.settings)
+        return OPS[name].op(*pytree.tree_map(on_cuda, case.tensors), **case.settings)
 
 
 def first(op="insert_k_cache"):
@@ -124,7 +123,7 @@ WITH_KERNELS = sorted(name for name, spec in OPS.items() if spec.has_kernel)
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_every_launcher_runs_with_fake_tensors(name, monkeypatch):
-    """At least one call per op launches; no launcher raises, which a request would hide."""
+    """At least one call per op launches; no launcher raises: a request would hide the error."""
     workers, launched, wrap = Workers(), [], precompile.REQUESTED.wrap
     monkeypatch.setattr(
         precompile.REQUESTED, "wrap", lambda kernel: launched.append(kernel) or wrap(kernel)
@@ -174,7 +173,7 @@ def test_what_the_folder_has_is_not_asked_for():
 
 
 def test_a_key_does_not_depend_on_what_had_one_before():
-    """Otherwise another process would not find the kernel. Constants of equal names need equal
+    """Otherwise, another process would not find the kernel. Constants of equal names need equal
     values, because Triton 3.6 sorts them by addresses."""
     modules = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
     values = [each for m in modules for each in vars(importlib.import_module(m.name)).values()]
@@ -221,7 +220,7 @@ def test_urgent_jobs_start_first(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("starts", [True, False])
 def test_inductor_waits_for_workers_that_start(monkeypatch, starts):
-    """Only while our parts compile, in any thread; without workers, it waits once."""
+    """Inductor waits only while a thread compiles our parts; if no worker starts, it waits once."""
     waited = []
 
     class Compiler:

@@ -85,15 +85,14 @@ def test_it_is_the_four_ops_one_behind_the_other() -> None:
         assert_equal(left, outcome(by_four_ops, case))
         assert OP_TESTING.determined(case)
         for name, cache in zip(CACHES, left[3:], strict=True):
-            before = case.tensors[NAMES.index(name)]
-            written[name] += not equal(cache, before)
+            written[name] += not equal(cache, case.tensors[NAMES.index(name)])
 
     compare()
     assert min(written.values()) > 3, written
 
 
 def test_a_call_that_saves_a_state_where_it_reads_one_is_left_out() -> None:
-    """CUDA graph tests, whose inputs change in place, use no such call."""
+    """CUDA graph tests change inputs in place, and leave this call out."""
     name = "three rows of the last window from the states"
     case = next(case for case in testing.cases_of("insert_c4_step") if case.name == name)
     assert OP_TESTING.determined(case)
@@ -123,6 +122,5 @@ def test_the_scale_is_that_of_the_model() -> None:
     *_, weights = ops.insert_c4_step(*case.copy().tensors, **given_none)
     of = dict(zip(NAMES, case.tensors, strict=True))
     names = ("indexer_q", "indexer_weights", "positions", "cos_sin_cache")
-    query = ops.indexer_quantize_q(*(of[name] for name in names))
-    assert torch.equal(weights, query.weights)
+    assert torch.equal(weights, ops.indexer_quantize_q(*(of[name] for name in names)).weights)
     assert weights[0, 0] == 2.0**-7 * 128**-0.5

@@ -232,7 +232,7 @@ def is_fused(name):
 
 
 AT_ONCE = 12
-"""Tensor arguments of one compiled graph. Each adds symbols for its sizes, and Inductor's time
+"""Tensor arguments of one compiled graph. Each argument adds symbols for its sizes; Inductor's time
 grows faster than their number: beyond 12, a second compilation is cheaper."""
 
 

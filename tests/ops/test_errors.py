@@ -23,7 +23,7 @@ LIMIT = 16383
 @pytest.mark.check
 @pytest.mark.parametrize("op", CALLABLES)
 def test_errors(op: str) -> None:
-    """There are 5,800 rows; a test for each would take pytest half a minute."""
+    """There are 6,200 rows; a test for each would take pytest half a minute."""
     wrong = {}
     for row in ROWS:
         if row.op == op:
@@ -93,13 +93,12 @@ def test_as_many_requests_as_the_limit_allows() -> None:
     flat = ops.flatten_decode(starts, lens, num_tokens=LIMIT)
     assert flat.req_indices.tolist() == list(range(LIMIT))
     sizes = {"workspace_size": LIMIT, "max_logits_bytes": 2**40, "max_chunks": 1}
-    plan = ops.split_prefill_chunks(lens, lens, **sizes)
-    assert plan.chunks.tolist() == [[0, LIMIT, 0, LIMIT]]
+    assert ops.split_prefill_chunks(lens, lens, **sizes).chunks.tolist() == [[0, LIMIT, 0, LIMIT]]
 
 
 def test_as_many_tokens_in_a_plan_as_the_limit_allows() -> None:
     """The last token has 8 times as many blocks of keys as all others together, which have one
-    each. It comes first, in two splits if a quarter of the programs is at least one."""
+    each. The plan has this token first, in two splits if a quarter of the programs is not 0."""
     lens = torch.ones(LIMIT, dtype=torch.int32)
     lens[-1] = 64 * 8 * (LIMIT - 1)
     ones = i32([[token, 0, 1, 0] for token in range(LIMIT - 1)])
@@ -129,8 +128,7 @@ def test_error_under_compile(kind: str, dynamic: bool | None) -> None:
     """Dynamo wraps what a traced function raises; its message names and quotes the error."""
     row = next(row for row in ROWS if row.message.startswith(COMPILED[kind]))
     torch.compiler.reset()
-    call = CALLABLES[row.op]
-    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
+    compiled = torch.compile(CALLABLES[row.op], fullgraph=True, backend="eager", dynamic=dynamic)
     wrapped = (row.error, torch._dynamo.exc.Unsupported)
     with pytest.raises(wrapped, match=re.escape(row.message)) as caught:
         compiled(**{**valid_arguments(row.op), **row.spoiled})

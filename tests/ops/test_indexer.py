@@ -94,8 +94,7 @@ def test_rows_of_tokens_give_the_hand_computed_numbers():
 def test_lengths_of_drafts_are_read_by_schedule_logits_and_selection():
     """Requests have three, two or no tokens; the last row of tokens has no request."""
     starts, seq_lens = i32([0, 3, 5, 5, 6]), i32([1200, 302, 0, 9])
-    sizes = {"next_n": 3, "compress_ratio": 4}
-    lens = ops.mtp_seq_lens(starts, seq_lens, **sizes)
+    lens = ops.mtp_seq_lens(starts, seq_lens, next_n=3, compress_ratio=4)
     assert lens.tolist() == [[299, 299, 300], [75, 75, 0], [0, 0, 0], [2, 0, 0]]
     # 2, 1, 0 and 1 splits of 256 keys
     schedule = ops.paged_mqa_logits_metadata(lens, block_size=64, num_sms=3)

@@ -101,9 +101,7 @@ def test_every_magnitude_gets_the_scale_and_code_of_the_oracle() -> None:
         [value for top in tops[at : at + 7] for value in [top] + [0] * 63] + [0] * 64
         for at in range(0, len(tops), 7)
     ]
-    table = layout.MainLayout(64)
-    pages = -(-len(rows) // 64)
-    cache = torch.zeros(pages, table.page_bytes, dtype=torch.uint8)
+    cache = torch.zeros(-(-len(rows) // 64), layout.MainLayout(64).page_bytes, dtype=torch.uint8)
     ops.quantize_and_insert_k_cache(bf16(rows), cache, torch.arange(len(rows)), block_size=64)
     scales = cache[:, 36864:37376].reshape(-1, 8)[: len(rows), :7].flatten()
     codes = cache[:, :36864].reshape(-1, 576)[: len(rows), :CODES:BLOCK].flatten()
@@ -140,8 +138,7 @@ def test_every_value_under_a_scale_gets_the_code_of_the_oracle(scale: int) -> No
     ops.quantize_and_insert_k_cache(bf16(rows), cache, torch.arange(len(rows)), block_size=1)
     assert cache[:, 576:583].eq(scale).all()
     codes = oracles.encoder(scale)
-    want = [[codes[value] for value in row[:CODES]] for row in rows]
-    assert cache[:, :CODES].tolist() == want
+    assert cache[:, :CODES].tolist() == [[codes[value] for value in row[:CODES]] for row in rows]
 
 
 def test_every_code_under_every_scale_is_read_like_the_oracle() -> None:

@@ -98,7 +98,7 @@ def quantized_by_vllm(x):
     ("dtype", "codes", "scales"), [(torch.float32, 0.0, 2**-22), (torch.bfloat16, 0.08, 2**-7)]
 )
 def test_how_far_vllm_is_from_one_scale_in_float32(dtype, codes, scales):
-    """The docstring states these bounds; some seed reaches more than half of them."""
+    """The op's docstring states these bounds; the share of other codes reaches half of its own."""
     generator, far = torch.Generator().manual_seed(0), 0.0
     for _ in range(40):
         scale = torch.rand(1, generator=generator).exp2()

@@ -37,8 +37,7 @@ def has_blocks(settings: dict, num_reqs: int) -> bool:
     """Return whether a chunk can hold a block and a round of the ranks per request."""
     ranks = settings["cp_world_size"]
     round_ = ranks * settings["cp_interleave"] if ranks > 1 else 1
-    least = math.lcm(settings["block_size"], round_) * max(1, num_reqs)
-    return settings["workspace_rows"] >= least
+    return settings["workspace_rows"] >= math.lcm(settings["block_size"], round_) * max(1, num_reqs)
 
 
 def device_plan(
@@ -69,8 +68,7 @@ def test_the_plans_on_host_and_device_are_one() -> None:
     for seed in range(2000 if NIGHTLY else 300):
         random = Random(seed)
         settings, lens = settings_of(random), context_of(random)
-        longest = max([1, *lens])
-        sizes = {"num_reqs": len(lens), "max_model_len": longest, **settings}
+        sizes = {"num_reqs": len(lens), "max_model_len": max([1, *lens]), **settings}
         if settings["chunk_plan"] == "equal" and not has_blocks(settings, len(lens)):
             with pytest.raises(ValueError, match="an equal plan of"):
                 ops.max_context_chunks(**sizes)
@@ -151,9 +149,8 @@ def test_merges_of_large_log_sum_exps() -> None:
 
 
 def test_a_value_of_nan_is_of_those_that_see_it() -> None:
-    """Of three causal queries, only the last sees the NaN."""
-    tensors = unlike_values(torch.float32)
-    out, lse = ops.mla_prefill(*tensors, softmax_scale=1.0, causal=True)
+    """Only the last of three causal queries sees the NaN."""
+    out, lse = ops.mla_prefill(*unlike_values(torch.float32), softmax_scale=1.0, causal=True)
     assert out[:2].flatten().tolist() == [2.0, 3.0]
     assert out[2].isnan().all()
     assert_exact(lse[:2].flatten(), torch.tensor([0.0, LN[2]]))

@@ -106,7 +106,7 @@ def test_a_signalling_nan_stays_one(dtype: torch.dtype, quiet: int) -> None:
 
 @pytest.mark.parametrize("stride", [(3, 12, 1), (16, 5, 1), (6, 3, 1)])
 def test_rows_may_be_in_any_order_in_memory(stride):
-    """Rows are ordered by row and then block, with gaps after rows and blocks, or are dense."""
+    """Strides are larger between rows than between blocks, have gaps, or are dense."""
     cache = torch.full((64,), 9.0).as_strided((4, 2, 3), stride)
     ops.insert_k_cache(torch.arange(6.0).view(2, 3), cache, i64([5, 2]))
     assert cache[2, 1].tolist() == [0, 1, 2]

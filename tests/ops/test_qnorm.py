@@ -112,7 +112,7 @@ def test_compiled_it_writes_the_cache_where_it_is(layout):
 
 @pytest.mark.slow
 def test_epsilon_is_a_constant_of_the_graph():
-    """Otherwise, with dynamic shapes, Dynamo would make a float a symbol at its second value."""
+    """With dynamic shapes, Dynamo would otherwise make epsilon a symbol at its second value."""
     torch._dynamo.reset()
     for eps in (1e-6, 0.25):
 

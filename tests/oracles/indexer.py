@@ -1,7 +1,7 @@
 """Oracles of the lightning indexer in Python ints and floats, written from the specification.
 
 Tensors are nested lists of bit patterns, as in ``kv.py``. Scores are sums in double precision, so
-they equal float32 scores only if these are exact.
+they equal float32 scores only if the float32 sums are exact.
 """
 
 import math

@@ -122,8 +122,8 @@ def flash_mla_metadata(
     extra_width: int = 0,
     num_sm_parts: int,
 ) -> list[list[int]]:
-    """Give blocks to parts in order, until a part's time is used up. Then follow, in rows of 8, the
-    number of splits before each token, and the total."""
+    """Give blocks to parts in order, until a part's time is used up. Behind the
+    parts, rows of 8 have the number of splits before each token, and the total."""
 
     def blocks(length: int, width: int) -> int:
         return up(min(max(length, 0), width), 64)

@@ -227,7 +227,7 @@ def agrees(name: str, case: Case, actual: tuple[Tensor, ...] | None = None) -> N
 
 
 def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: float = 1.5) -> Case:
-    """Make a gathered call without NaN, with a key for every token, because FlashMLA masks less."""
+    """Make a gathered call that FlashMLA supports: without NaN, and with a key for every token."""
     made = generator(seed)
     kv = keys_of(made, 3000, deviation)
     indices = integers(made, 0, len(kv), tokens, topk)

@@ -1,6 +1,6 @@
 """Start Python processes in which torch and transformers are already imported, because the imports
-take longer than most such tests. The processes are forked from a server that has imported these
-packages, but nothing of ours."""
+take longer than most tests that start a process. A server that has imported these packages, but
+nothing of ours, forks the processes."""
 
 from __future__ import annotations
 

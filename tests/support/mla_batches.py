@@ -210,7 +210,7 @@ def sparse_case(case: Case, seed: int = 0, topk: int = 0) -> Case:
 
 
 def flash_mla_case(case: Case) -> Case:
-    """Make a call of ``mla_sparse`` whose FP8 rows have bf16 scales; FlashMLA rounds others."""
+    """Make a call of ``mla_sparse`` with FP8 rows of bf16 scales; FlashMLA rounds other scales."""
     if case.settings["layout"] == DS_FP8:
         scales = case.tensors[1].view(torch.float32)[..., RANK // 4 : RANK // 4 + 4]
         scales.copy_(scales.bfloat16())

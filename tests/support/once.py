@@ -110,7 +110,7 @@ if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
     compile_fx.FakeTensorProp = _Known
     for _settings in (config, inductor_config, fx_config):
         _at_hand(_settings)
-    if hasattr(guards, "profile_guard_manager"):  # it flushes caches, only for a log
+    if hasattr(guards, "profile_guard_manager"):  # it flushes caches, but only a log needs it
         vars(guards)["profile_guard_manager"] = lambda *call: 0.0
     # For carets in the stack trace of a node, Python would parse the line of each call again.
     vars(traceback)["_extract_caret_anchors_from_line_segment"] = lambda line: None

@@ -131,7 +131,7 @@ def adversarial_plan(
 ) -> Tensor:
     """Spoil the plan's rows of the tokens ``victims``, and its unused rows: absent tokens, and
     impossible splits and starts. Spoiled rows name no other token of the batch. Their starts are
-    outside of the buffer of partial results, or ``anywhere``."""
+    outside of the buffer of partial results or, if ``anywhere``, also inside."""
     made = generator(seed)
     room = 2 * (plan.shape[0] - num_tokens)
     values = (0, 1, 2, 7, 130, -1, room - 1, room, INT32_MAX - 1, INT32_MAX, INT32_MIN)

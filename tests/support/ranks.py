@@ -54,7 +54,7 @@ def run_ranks(
     method = "forkserver" if backend == "gloo" else "spawn"
     multiprocessing.start_processes(_run, given, nprocs=world, join=True, start_method=method)
     results = [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
-    if method == "forkserver":  # else the system counts the ranks as children
+    if method == "forkserver":  # the system counts spawned ranks
         for _, _, taken in results:
             for pid, seconds in taken.items():
                 cpu_seconds.add(pid, seconds)

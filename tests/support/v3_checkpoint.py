@@ -111,7 +111,7 @@ def write(
         "activation_scheme": "dynamic",
         **({} if scale_fmt is None else {"scale_fmt": scale_fmt}),
     }
-    if config["model_type"] == "glm_moe_dsa":  # has another name for the indexer's head weights
+    if config["model_type"] == "glm_moe_dsa":  # its head weights have another name
         plain = ("input_layernorm", "self_attn.indexers_proj", "mlp.gate")
         layers = range(config["num_hidden_layers"])
         named = [f"model.layers.{layer}.{name}" for layer in layers for name in plain]

@@ -1,4 +1,4 @@
-"""Import torch-tensorrt, as ``.ci/tensorrt_stubs.py`` built it, in a process for this alone.
+"""Import torch-tensorrt, as ``.ci/tensorrt_stubs.py`` built it, in a process of its own.
 
 This file replaces private names of torch and torch-tensorrt, so that one pinned version runs on a
 machine without a GPU. Tests with it show tracing, lowering, partitioning and the checks of plugins.

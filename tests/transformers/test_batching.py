@@ -291,7 +291,7 @@ def test_logprobs_and_ends_are_hugging_faces():
 
 
 def test_generate_with_a_paged_cache_of_hugging_faces():
-    """``generate`` passes such calls on to ``generate_batch``."""
+    """``generate`` passes calls for a paged cache on to ``generate_batch``."""
     model, prompt = patched("v3"), PROMPT
     ids = torch.tensor([prompt])
     out = model.generate(ids, cache_implementation="paged", generation_config=settings(3))
@@ -360,7 +360,7 @@ def test_settings_that_a_patched_model_lacks(config, kind, message):
     ],
 )
 def test_prompts_are_checked(inputs, kind, message):
-    """Hugging Face would log such an error, and return the other results."""
+    """Hugging Face would log the error of one prompt, and return the other results."""
     with pytest.raises(kind, match=re.escape("generate_batch: ") + ".*" + re.escape(message)):
         patched("v3").generate_batch(inputs)
 

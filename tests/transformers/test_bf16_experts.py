@@ -97,7 +97,7 @@ def test_limits_of_swiglu_count():
 
 
 def test_what_hugging_face_was_told_to_run_stays(ran):
-    """Float32, a module's own forward, and rounded activations also keep the op away."""
+    """The op also leaves float32, a user's forward and rounded activations to Hugging Face."""
     model = hf.patch(made())
     experts = experts_of(model)[0]
     experts(*inputs_of(experts))
@@ -120,7 +120,7 @@ def test_what_hugging_face_was_told_to_run_stays(ran):
 
 @pytest.mark.parametrize("family", ["V4", "V3"])
 def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
-    """With so many rows, V4's router is Hugging Face's, too. Symbolic sizes never count as many."""
+    """For many rows, V4's router is Hugging Face's, too. Symbolic sizes never count as many."""
     model = hf.patch(made(family))
     hf.decode_step(model, *first_step(model))
     assert ran

@@ -166,7 +166,7 @@ def test_what_hugging_face_asks():
 
 
 def test_rings_are_bounded_by_default():
-    """Otherwise, window keys of a long request would take most of the memory."""
+    """Without a bound, window keys of a long request would take most of the memory."""
     assert cache(max_cache_len=100_000, max_batch_size=1).max_chunk == 2048
     assert cache(max_cache_len=100_000, max_batch_size=1, max_chunk=4096).max_chunk == 4096
     assert cache(max_cache_len=100).max_chunk == 100

@@ -68,7 +68,7 @@ def mla(patched):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_those_of_hugging_face(family):
-    """For a prompt, a later chunk and a token; requested in the call or in the model's config."""
+    """States of a prompt, a chunk and a token, requested in the call or the config, are equal."""
     patched, plain = (make() for make in FAMILIES[family])
     want = plain(text()[:2, :20], output_hidden_states=True, use_cache=False)
     cache = v4.PagedCache.for_model(patched, max_batch_size=2, max_cache_len=64)
@@ -182,7 +182,7 @@ def test_steps_refuse_the_cache_of_another_model(step, changed, name, held, valu
 
 
 def test_what_a_cache_was_made_for_is_part_of_its_structure():
-    """This data is no leaf: graphs, exported programs and packages contain it as a constant."""
+    """Sizes and settings are no leaves: graphs, programs and packages hold them as constants."""
     tensors = cache_of().tensors
     values, structure = tree_flatten(tensors)
     assert all(isinstance(value, torch.Tensor) for value in values)

@@ -60,7 +60,7 @@ def test_hooks_are_of_their_layer_and_refused_where_ops_do_the_work(hooked):
 
 @pytest.mark.parametrize("small", [small_model, small_mla_model])
 def test_a_prefill_norms_the_last_tokens_alone(small):
-    """Of three requests, one is padding; a decode step norms all tokens."""
+    """A prefill of two requests and padding norms 3 tokens, but a decode step norms all 7."""
     model, rows = v4.patch(small(), kv="fp32", precision="reference"), []
     model.model.norm.register_forward_hook(lambda *call: rows.append(call[2].shape[-2]))
     ours, every = (Engine(model, new_cache(model), text()) for _ in range(2))

@@ -17,7 +17,7 @@ OLDEST, _ = supported("torch")
 
 
 def of_lane(family):
-    """Whether a lane compiles this family: `make lanes` both, CI's oldest lane V4, others V3."""
+    """Return whether this lane compiles a family: `make lanes` both, CI's oldest V4, others V3."""
     return EVERY or (family == "v4") == (release(torch.__version__) == release(OLDEST))
 
 
@@ -25,9 +25,9 @@ def of_lane(family):
 @pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; `make demo` packages a step")
 @pytest.mark.parametrize("family", ["v3", "v4"])
 def test_inductors_code_of_hugging_faces_form(family):
-    """Whole steps are one graph with Hugging Face's logits; lengths are on the device, so steps do
-    not differ. `make lanes` has layers of all types, `make smoke` of one: test_cli.py traces all,
-    and the contract compiles the ops."""
+    """All steps are one graph, because their lengths are on the device, and have Hugging Face's
+    logits. The model has all types of layers in `make lanes`, but one in `make smoke`: test_cli.py
+    traces all types, and the contract compiles the ops."""
     if not of_lane(family):
         pytest.skip("another lane of CI compiles this family, `make lanes` both")
     one = {"layer_types": [HEAVY], "mlp_layer_types": ["moe"]}

@@ -232,7 +232,7 @@ def rank_generates(rank, folder):
                 assert torch.equal(found, want)
                 yield len(captures)
 
-        assert list(numbers_of_captures(4)) == [1, 1, 2, 2]  # the decode, then the prompt
+        assert list(numbers_of_captures(4)) == [1, 1, 2, 2]  # of the decode, then of the prompt
         if rank:  # only one rank's graph holds an old address
             model.lm_head.weight.data = model.lm_head.weight.data.clone()
         with monkeypatch.context() as eager_prefills:  # on a CPU these compare shapes
@@ -268,7 +268,7 @@ def rank_generates(rank, folder):
             return replay
 
         monkeypatch.setattr(kept, "captured", lacking)
-        assert list(numbers_of_captures(4)) == [4, 4, 5, 5]  # in vain
+        assert list(numbers_of_captures(4)) == [4, 4, 5, 5]  # rank 1 fails
         assert [each[:2] for each in makes] == [(2, 128), (2, 26)]
         [only] = getattr(model, kept.STEPS).kept._caches
         assert only.prefill is None

@@ -157,14 +157,13 @@ def test_random_masks(seed):
 def said_by_the_model(*counts, seed=8):
     """Return an id that is in the model's first answer, but in no prompt."""
     turns = begun(counts, seed)
-    answers = turns.answer()
-    said = answers[:, :-1].flatten().tolist()
+    said = turns.answer()[:, :-1].flatten().tolist()
     return next(one for one in said if not (turns.ids == one)[:, :-NEW].any())
 
 
 @pytest.mark.parametrize("counts", [(9, 4), *nightly("two rows", ((9,),))])
 def test_a_text_that_holds_the_pad_id_goes_on_without_a_mask(counts):
-    """Tokens that the cache stores never count as padding, wherever padding is."""
+    """Tokens that the cache stores never count as padding, even with the id of padding."""
     pad = said_by_the_model(*counts)
     turns = begun(counts, 8, pad=pad)
     turns.answer(attention_mask=None)
@@ -235,8 +234,7 @@ def test_what_may_be_padding_is_refused_without_a_mask():
 
 
 def test_prompts_longer_than_a_chunk_are_cut():
-    turns = begun([50, 33], 3, max_chunk=16)
-    turns.answer()
+    begun([50, 33], 3, max_chunk=16).answer()
     ids = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(0))
     for settings_, most in (({}, 42), ({"prefill_chunk_size": 9}, 16)):
         out = reference().generate(
@@ -255,7 +253,7 @@ class Third(transformers.StoppingCriteria):
 
 
 def test_other_criteria_than_an_end():
-    """Hugging Face pads after such an end only if there is an end token, too."""
+    """Hugging Face pads after an end by other criteria only if there is an end token, too."""
     for eos in (None, 258):
         turns = begun([9, 9], 4)
         given = {"eos_token_id": eos, "max_new_tokens": NEW, "stopping_criteria": [Third()]}

@@ -57,8 +57,7 @@ def small(family, **changed):
 def first_of_ties(self, k, dim=-1, **_):
     """Run ``Tensor.topk``, but of equal values select the first; torch may select any."""
     values, indices = self.sort(dim=dim, descending=True, stable=True)
-    kept = (values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
-    return torch.return_types.topk(kept)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
 
 ordered_ties = partial(mock.patch.object, torch.Tensor, "topk", first_of_ties)
@@ -144,19 +143,18 @@ def test_requests_that_are_preempted_start_again(family):
 
 @each_model
 def test_positions_may_go_back(family):
-    """A cache of rows overwrites nothing."""
+    """The cache has a row for every position, so no position overwrites another."""
     model = reference(family)
     cache = new_cache(model)
     model(tokens()[:, :40], cache=cache)
-    places = torch.arange(30, 33)[None]
-    got = model(tokens()[:, 30:33], position_ids=places, cache=cache).logits
+    got = model(tokens()[:, 30:33], position_ids=torch.arange(30, 33)[None], cache=cache).logits
     torch.testing.assert_close(got, expected(family)[:, 30:33], rtol=0, atol=CLOSE)
     assert cache.seq_lens.tolist() == [33] * REQUESTS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_no_longer_than_a_selection_attend_to_all_rows(family):
-    """In such a cache every row is selected, so dense attention runs, without an indexer."""
+    """Every row of a cache this short is selected, so dense attention runs, without an indexer."""
     model, cut = reference(family), tokens()[:, :TOPK]
     cache = new_cache(model, max_cache_len=TOPK)
     with Called() as called:
@@ -257,15 +255,14 @@ OF_DSA = (("bf16", {}, 0.35, 160), ("fp8", ROWS_656, 0.35, 656))
     ],
 )
 def test_smaller_caches_are_near(family, indexers, kv, sizes, near, width):
-    """Indexer keys are FP8 in all of them, 132 bytes per token and the padding of a block. Layers
+    """In all caches, indexer keys are FP8: 132 bytes per token and the padding of a block. Layers
     are dense, because another choice of experts would change a whole token."""
     sizes = {"first_k_dense_replace": 3, **sizes}
     want = logits_of(small(family, **sizes), tokens())
     model = v4.patch(small(family, **sizes), kv=kv)
     cache, parts = new_cache(model), (slice(0, 60), slice(60, LENGTH))
     got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
-    error = float((got - want).square().mean().sqrt() / want.std())
-    assert near / 60 < error < near
+    assert near / 60 < float((got - want).square().mean().sqrt() / want.std()) < near
     memory = cache.memory()
     assert memory["latents"] // (3 * 6 * 64) == width
     assert memory.get("indexer", 0) == indexers * 6 * 8640
@@ -480,8 +477,7 @@ def test_a_changed_rotary_embedding_is_refused(family):
 
 def test_types_of_indexers_are_read_of_glm_alone():
     """DeepSeek-V3.2 has an indexer in every layer, whatever its configuration says."""
-    types = ["full", "shared", "shared"]
-    model = v4.patch(small_dsa_model("V3.2", indexer_types=types), **EXACT)
+    model = v4.patch(small_dsa_model("V3.2", indexer_types=["full", "shared", "shared"]), **EXACT)
     assert model.dsv4_ops_spec.kinds == ("indexed",) * 3
     model = small_dsa_model("GLM-5")
     model.config.indexer_types = ["full"] * 3
@@ -491,7 +487,7 @@ def test_types_of_indexers_are_read_of_glm_alone():
 
 @each_context
 def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model(family):
-    """For prompts with a cache, and for calls without one."""
+    """Errors are compared for prompts with a cache, and for calls without one."""
     ids, stock = tokens()[:1, :16], small(family, num_hidden_layers=2)
     exact, model = stock(ids).logits, v4.patch(small(family, num_hidden_layers=2), **EXACT)
     with torch.autocast("cpu", dtype=torch.bfloat16):

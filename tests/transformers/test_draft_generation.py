@@ -92,7 +92,7 @@ def test_sampled_text_is_that_of_any_default_dtype(model, dtype):
 @pytest.mark.slow
 @pytest.mark.nightly("hundreds of texts; verify_draft's own tests have what it samples")
 def test_sampled_text_has_the_models_distribution(model):
-    """Three tokens, of which drafts can propose the first two; within four standard errors."""
+    """Texts have three tokens, and drafts propose the first two. Shares are within four errors."""
     ids, _ = prompts(6)
     rows, settings = 240, {"temperature": 0.7, "top_k": 3, "top_p": 0.95}
     torch.manual_seed(0)

@@ -86,7 +86,7 @@ def test_the_next_process_asks_for_no_kernels_of_a_step_that_ran(step, monkeypat
 
 
 def test_other_sizes_are_compiled_after_the_first(step, monkeypatch, tmp_path):
-    """Only by the process that compiled the first, the only size whose kernels it has then."""
+    """The process that compiled the first size requests the others, later ones do not."""
     model, cache, workers, _ = step
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(precompile, "requests", lambda submit: submit(len, "") and nullcontext())
@@ -178,7 +178,7 @@ def test_a_trace_checks_what_no_dry_run_did(decode, monkeypatch):
 
 
 def test_a_dry_run_updates_no_copies_of_weights():
-    """The next step does, if a weight changed."""
+    """A changed weight stays uncopied in the dry run; the next step updates its copies."""
     model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
     attention, dry = model.model.layers[0].self_attn, dry_runs.DryRuns(decode_step)
     before = dict(vars(attention)), dict(attention._buffers)

@@ -67,7 +67,7 @@ def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
 
 
 def test_products_are_those_of_the_layers(model):
-    # the attention layer, its compressor, queries with those of its indexer, and its shared experts
+    # attention layer, compressor, queries with the indexer's queries, and shared experts
     assert len(holders(model)) == 4
     for holder in holders(model):
         layers = layers_of(holder, model.model.layers[0].self_attn)

@@ -106,8 +106,7 @@ def test_embeddings():
     embeddings = model.get_input_embeddings()(ids())
     want = generate(model)[:, PROMPT:]
     v4.patch(model, kv="fp32", precision="reference")
-    got = model.generate(inputs_embeds=embeddings, **GREEDY)
-    assert torch.equal(got[:, -NEW:], want)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **GREEDY)[:, -NEW:], want)
 
 
 def test_copies_of_a_cache_share_a_prompt():
@@ -117,8 +116,7 @@ def test_copies_of_a_cache_share_a_prompt():
     for _ in range(2):
         turn = torch.cat([ids(), text()[:2, 50:55]], 1)
         cache = deepcopy(prompt)
-        got = generate(reference(), turn, cache=cache)
-        assert torch.equal(got, generate(stock(), turn))
+        assert torch.equal(generate(reference(), turn, cache=cache), generate(stock(), turn))
         assert cache.seq_lens.tolist() == [PROMPT + 5 + NEW - 1] * 2
         assert prompt.seq_lens.tolist() == [PROMPT] * 2
 
@@ -194,7 +192,7 @@ def test_beams():
     ids=str,
 )
 def test_masks_are_of_the_prompts(mask):
-    """This holds however the prompts are passed, and for every cache."""
+    """A wrong mask is refused for prompts in every form, and with every kind of cache."""
     found = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
     cache, embedded = cache_of(), reference().model.embed_tokens(ids())
     for given in (
@@ -231,8 +229,8 @@ def test_what_hugging_face_refuses():
     ],
 )  # fmt: skip
 def test_hidden_states(chunk, settings):
-    """A prompt's hidden states are those of one step, however many chunks it takes; if chunks are
-    requested, they are those of the last chunk."""
+    """A prompt's hidden states are those of one step, however many chunks it takes. If chunks are
+    requested, the states are those of the last chunk."""
     record = {"output_hidden_states": True, "return_dict_in_generate": True}
     want = generate(stock(), **record, **settings).hidden_states
     got = generate(reference(), cache=cache_of(max_chunk=chunk), **record, **settings)
@@ -305,7 +303,7 @@ def test_assisted_decoding_of_v3_and_v2(name, version, sampled):
 
 
 def test_drafts_are_accepted_and_rejected(monkeypatch):
-    """Without both, the test above would show nothing."""
+    """Unless drafts are accepted and rejected, the test above shows nothing."""
     crops, cropped = [], v4.PagedCache.crop
 
     def crop(cache, tokens_to_remove):
@@ -345,8 +343,7 @@ def test_assisted_decoding_that_ends_and_of_padded_prompts(pad):
     mask = torch.cat([torch.zeros(1, pad), torch.ones(1, 24)], 1).long()
     tokens = torch.cat([torch.full((1, pad), PAD), repeated()], 1)
     plain = generate(mla(3, False), tokens, attention_mask=mask, max_new_tokens=20)
-    eos = int(plain[0, -8])
-    settings = {"attention_mask": mask, "max_new_tokens": 20, "eos_token_id": eos}
+    settings = {"attention_mask": mask, "max_new_tokens": 20, "eos_token_id": int(plain[0, -8])}
     want = generate(mla(3, False), tokens, **settings)
     assert want.shape[1] < plain.shape[1]
     for drafts in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": mla(3, True)}):

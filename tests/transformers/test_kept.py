@@ -45,8 +45,7 @@ def captures(all_captures, monkeypatch):
 
 @pytest.fixture
 def model():
-    made = small_mla_model(num_hidden_layers=1)
-    return v4.patch(made, kv="fp32", precision="reference")
+    return v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
 
 
 def check(model, ids=PROMPT, **settings):
@@ -72,8 +71,7 @@ def test_later_calls_capture_nothing(model, captures):
     check(model, PROMPT + 1)
     check(model, longer, max_new_tokens=20)
     check(model, do_sample=True, temperature=0.7, top_k=9, repetition_penalty=1.3)
-    eos = int(check(model)[0, 9])
-    check(model, eos_token_id=eos)
+    check(model, eos_token_id=int(check(model)[0, 9]))
     assert captures == ["pool"]
     for _ in range(2):
         check(model, PROMPT[:1])
@@ -125,7 +123,7 @@ def test_graphs_follow_the_weights(model, captures):
 
 
 def test_what_hugging_face_changes_while_it_decodes(model, captures, monkeypatch):
-    """On a GPU it changes the experts, then changes them back; the graph has the changed ones."""
+    """On a GPU, Hugging Face switches the experts while it decodes; the graph has these experts."""
 
     @contextmanager
     def switched(self):
@@ -175,7 +173,7 @@ def test_calls_at_the_same_time_have_caches_of_their_own(model, captures):
     inner = Calls(lambda: check(model, PROMPT[:1]))
     found = model.generate(PROMPT[:1], streamer=inner, compile_config=CONFIG, **SETTINGS)
     assert all(torch.equal(each, want) for each in (found, *inner.results))
-    assert len(inner.results) == 8  # with the prompt
+    assert len(inner.results) == 8  # the prompt and 7 tokens
     assert len(captures) == 2
 
 
@@ -318,7 +316,7 @@ def test_later_prompts_replay_a_prefill(model, all_captures):
 
 
 def test_a_capture_is_not_the_first_run_of_a_changed_model(model, all_captures):
-    """Otherwise the capture would compile and load kernels."""
+    """A capture as the first run would compile and load kernels."""
     for extra, count in ((0, 1), (0, 1), (1, 2), (1, 2), (1, 3)):  # decodes, then the prompt
         model.model.layers[0].mlp.extra = extra
         check(model)
@@ -326,7 +324,7 @@ def test_a_capture_is_not_the_first_run_of_a_changed_model(model, all_captures):
 
 
 def test_prompts_that_no_kept_step_takes(model, all_captures):
-    """Such prompts run, or raise, as they do without graphs."""
+    """Prompts that no graph takes run, or raise, as they do without graphs."""
     positions = torch.arange(7).expand(2, 7)
     for _ in range(3):
         check(model, position_ids=positions)

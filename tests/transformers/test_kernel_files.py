@@ -86,7 +86,7 @@ def test_kernels_of_triton_and_launchers_move_with_their_paths(tmp_path, monkeyp
 
 
 def test_triton_names_and_stores_its_files_as_inductors_workers_do(tmp_path, monkeypatch):
-    """From the first kernel on: files in another folder would be compiled again."""
+    """With other names or folders, processes would compile the workers' kernels again."""
     pytest.importorskip("triton", reason="published for Linux only")
     from triton.backends.nvidia.compiler import get_ptxas_version
 

@@ -79,7 +79,7 @@ def test_speculative_tokens_are_taken_back():
 
 
 def test_steps_of_no_more_tokens_than_may_be_taken_back_keep_their_states_at_once():
-    """Every request has one token, or two if two may be rejected; past several windows."""
+    """One op saves and compresses if each request has up to ``next_n`` tokens in a step."""
     model, tokens = reference(), text()
     for next_n, counts in ((1, {0: 1, 1: 1}), (2, {0: 2, 1: 1})):
         engine = Engine(model, new_cache(next_n=next_n), tokens)

@@ -87,7 +87,7 @@ def adapted(model):
 
 
 def replaced(model):
-    """Linear layers with a bias, and forwards of instances."""
+    """Replace linear layers by layers with a bias, and forwards on instances."""
     for name in [*PROJECTIONS, "lm_head"]:
         old = model.get_submodule(name)
         new = nn.Linear(old.in_features, old.out_features)

@@ -236,7 +236,7 @@ def test_gradients_are_hugging_faces(precision, checkpointing):
 
 @torch.enable_grad()
 def test_weights_that_require_gradients_run_from_our_cache():
-    """Also in training mode, and without ``no_grad``."""
+    """Steps run in training mode, too, and without ``no_grad``."""
     model = patched().requires_grad_(True).train()
     out = model(ids(), cache=cache_of(model), labels=ids())
     want = stock()(ids(), labels=ids())

@@ -54,7 +54,7 @@ def changed(change):
 
 
 def test_copies_of_an_object_change_nothing_that_is_described():
-    """``copy`` and ``pickle`` write a name into a class at their first use, as a compile does."""
+    """At its first use, ``copy``, ``pickle`` or a compile writes a name into the object's class."""
     module = ModuleType("held")
 
     class Held:
@@ -405,7 +405,7 @@ def test_guards_of_sizes():
 
 
 def test_a_folder_of_parts(tmp_path, capsys, monkeypatch):
-    """Two processes with equal settings share it; if it cannot be written, only time is lost."""
+    """Processes with equal settings share a folder; if it cannot be written, only time is lost."""
     ours, others = (PartsFolder(tmp_path / "parts", SETTINGS) for _ in range(2))
     ours.keep("a layer/123.0", b"of code")
     assert others.find("a layer/123.0") == b"of code"
@@ -423,7 +423,7 @@ def test_a_folder_of_parts(tmp_path, capsys, monkeypatch):
 
 
 def test_where_parts_are_kept(tmp_path, monkeypatch):
-    """In the user's cache folder, but not in a folder that other users can write to."""
+    """Parts are in the user's cache folder, but not in a folder that other users can write to."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     for setting, expected in (("off", None), (str(tmp_path), tmp_path)):
         monkeypatch.setenv("DSV4_OPS_CACHE", setting)

@@ -449,7 +449,7 @@ def test_a_config_that_does_not_name_its_experts_loads(tmp_path):
 
 
 def test_a_path_is_a_folder(tmp_path):
-    """Otherwise Hugging Face would look for it on its hub."""
+    """Hugging Face would look on its hub for a path that is no folder."""
     (tmp_path / "file").touch()
     for path in ("deepseek-ai/none", tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(ValueError, match=r"^load_quantized: path must be a folder, got '.*'"):

@@ -133,7 +133,7 @@ def test_swiglu():
 
 @pytest.mark.parametrize("precise", [False, True])
 def test_clamp_of_shared_experts(precise):
-    """Of all flags, only this one has an effect in float32: activations exceed the limit."""
+    """This is the only flag with an effect in float32, because activations exceed the limit."""
     x = values(40, 128, scale=3.0).float()
     for clamp in (True, False):
         recipe = v4.Recipe(**{**OFF, "swiglu_float32": precise, "shared_expert_clamp": clamp})
@@ -171,8 +171,7 @@ def test_streams():
         for connection, out, got in halves:
             streams, (post, mix, _) = seen[connection]
             kept = mix.to(F64).transpose(-1, -2) @ streams.to(F64)
-            want = post.to(F64)[..., None] * out.to(F64)[..., None, :] + kept
-            share = rounded_once(got, want)
+            share = rounded_once(got, post.to(F64)[..., None] * out.to(F64)[..., None, :] + kept)
             assert share > 0.999 if on else share < 0.95
 
 
@@ -183,8 +182,7 @@ def test_rotations(kind):
     place = torch.arange(3000)[None]
     name = "main" if kind == "window" else "compress"
     for on, dtype in ((True, F32), (False, BF16)):
-        model = patched("rope_float32", on)
-        cache = new_cache(model, max_batch_size=1, max_cache_len=3000)
+        cache = new_cache(patched("rope_float32", on), max_batch_size=1, max_cache_len=3000)
         got = getattr(cache.tensors.rope, kind)
         want = torch.cat(rotary(torch.zeros(1, dtype=dtype), place, layer_type=name), -1)[0]
         assert got.dtype == F32
@@ -202,8 +200,7 @@ def test_compressor_projections(layer):
         model = patched("compressor_float32", on)
         cache = new_cache(model, max_batch_size=1, max_cache_len=8, max_chunk=8)
         model(ids()[:1, :3], cache=cache)
-        compressor = model.model.layers[layer].self_attn.compressor
-        width = 2 * compressor.kv_proj.out_features
+        width = 2 * model.model.layers[layer].self_attn.compressor.kv_proj.out_features
         rows = cache.tensors.layers[layer].states.flatten(1)[0, : 3 * width].view(3, width)
         keys = rows[:, : width // 2]
         assert keys.ne(0).all()
@@ -338,8 +335,7 @@ def test_stored_keys_are_the_official_recipes():
     for index, kind in enumerate(model.dsv4_ops_spec.kinds):
         caches, rope = cache.tensors.layers[index], cache.tensors.rope.of(kind)
         context = LayerContext(step, caches, rope, "prefill", True)
-        flat = inputs[index][0].flatten(0, 1)[None]
-        model.model.layers[index].self_attn(flat, dsv4_ops=context)
+        model.model.layers[index].self_attn(inputs[index][0].flatten(0, 1)[None], dsv4_ops=context)
         read = [(caches.swa, tables.swa, 64, 1, written["swa", index][:, 0])]
         if kind != "window":
             ratio = 4 if kind == "c4" else 16

@@ -131,7 +131,7 @@ def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
 
 @pytest.mark.parametrize("released", [32, "GLM-5"], indirect=True)
 def test_projections_of_the_indexer_are_quantised(released):
-    """Their values have effect; the head weights are not quantised."""
+    """The codes of projections have effect; the head weights are not quantised."""
     path, state = released
     model = hf.patch(hf.load_quantized(path))
     indexer = model.model.layers[0].self_attn.indexer

@@ -44,7 +44,7 @@ def test_a_plain_call_is_scored_by_our_ops(name, caches):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_score_shows_what_fp8_costs(name):
-    """Without ``score``, losses do not show it. Generation does not depend on ``score``."""
+    """Only losses with ``score`` show the rounding. Generation does not depend on ``score``."""
     losses = {}
     for score in (False, True):
         model = v4.patch(MAKERS[name](), kv="fp8", precision="reference", score=score)

@@ -199,7 +199,7 @@ def test_a_stream_ends_with_the_character_that_a_limit_cuts(server, texts):
 
 @needs_server
 def test_a_temperature_samples_and_no_value_of_it_ends_the_server(server, texts):
-    """Also if the model's own settings are greedy. Python's json writes NaN and Infinity."""
+    """Greedy settings of the model do not matter. Clients may send NaN and Infinity."""
     greedy = texts("user: one\n")
 
     def answer(**rest):
@@ -392,7 +392,7 @@ def test_a_client_that_leaves_frees_its_blocks(server, slow, stream):
 @needs_server
 @pytest.mark.nightly("each of these alone; test_batching.py has 200 requests without HTTP")
 def test_two_hundred_clients_come_and_leave(serve, folder, texts):
-    """Within 20 seconds; a third of them leaves; nine blocks serve six rows."""
+    """Clients come within 20 seconds, and a third of them leaves. Nine blocks serve six rows."""
     sizes = {"max_cache_len": 128, "max_requests": 6, "max_batch_tokens": 64, "num_blocks": 9}
     made = serve.server(folder, port=0, kv="fp32", precision="reference", **sizes)
     made.url, rng = made.start(), random.Random(5)
@@ -419,7 +419,7 @@ def test_two_hundred_clients_come_and_leave(serve, folder, texts):
 
 @needs_server
 def test_a_full_queue_is_refused(server, slow):
-    """Lists have three prompts, eight may wait or run: a list is accepted as a whole or refused."""
+    """Eight prompts may wait or run. A list of three prompts is accepted or refused as a whole."""
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda n: post(server, TEXT, {"prompt": [f"{n}"] * 3}), range(12)))
     statuses, (*_, refused) = zip(*sorted(answers, key=lambda each: each[0]), strict=True)

@@ -165,7 +165,7 @@ def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
 
 @pytest.mark.parametrize("family", ["v3", *nightly("V3 has the same projections", "V3.2", "GLM-5")])
 def test_inductors_loop_over_keys_takes_all_sizes(folder, family):
-    """On a CPU, the sizes of its inputs must be symbols, not products of batch and tokens."""
+    """On a CPU, sizes of the loop's inputs must be symbols, not products of batch and tokens."""
     graphs, parts = ran(patched(family), decode_step, "inductor")
     assert graphs <= 2 * len(parts)  # on a CPU, Inductor assumes two tokens or more
 
@@ -194,7 +194,7 @@ def test_a_graph_that_holds_for_some_sizes_has_variants(folder, fill, monkeypatc
         is_read = branched(tokens, vocab_size)
         return is_read if len(tokens) > 1 else is_read & (tokens == tokens)
 
-    fill("v4", prefill_step)  # as before, if no earlier test traced it
+    fill("v4", prefill_step)  # traces, unless an earlier test did
     monkeypatch.setattr(steps, "in_vocabulary", several)
     next(folder.rglob("metadata-*")).unlink()
     model = patched("v4")
@@ -204,7 +204,7 @@ def test_a_graph_that_holds_for_some_sizes_has_variants(folder, fill, monkeypatc
 
 
 def test_caches_of_other_sizes_share_parts(fill):
-    """A cache has one row, a size that other tensors have too, or five; and a longer one."""
+    """Caches have one row, which is a size of other tensors too, or five, and other lengths."""
     fill("v4", prefill_step)
     model = patched("v4")
     torch._dynamo.reset()
@@ -221,7 +221,7 @@ def test_caches_of_other_sizes_share_parts(fill):
 
 
 def test_what_a_part_is_for():
-    """Kinds of tensors, and plain values such as the vocabulary's size, but no tensor's sizes."""
+    """A part is for kinds of tensors and for plain values, but not for the sizes of tensors."""
     form, x = compiled_steps._form, torch.zeros(4, 6)
     assert form(x) == form(torch.ones(1, 9))
     for other in (x.double(), x[0], x.t(), x[:, ::2], torch.nn.Parameter(x)):

@@ -49,8 +49,7 @@ def test_padding_among_tokens():
     ]
     ids, mask = spread(150, *places)
     cache = new_cache()
-    logits = reference()(ids, attention_mask=mask, cache=cache).logits
-    check_rows(logits, places)
+    check_rows(reference()(ids, attention_mask=mask, cache=cache).logits, places)
     assert cache.seq_lens.tolist() == [147, 75, 149]
 
 
@@ -61,8 +60,7 @@ def test_padding_in_embeddings_and_negative_positions():
     positions = torch.where(mask > 0, mask.cumsum(1) - 1, -1)
     logits = model(ids, position_ids=positions, cache=new_cache()).logits
     check_rows(logits, places)
-    embeddings = model.get_input_embeddings()(ids)
-    given = {"inputs_embeds": embeddings, "attention_mask": mask}
+    given = {"inputs_embeds": model.get_input_embeddings()(ids), "attention_mask": mask}
     logits = model.model(input_ids=ids, cache=new_cache(), **given).last_hidden_state
     check_rows(model.lm_head(logits), places)
 
@@ -88,12 +86,10 @@ def test_positions_that_go_back(back, held):
     for start in range(0, end, 50):
         model(text()[:1, start : start + 50], cache=cache)
     first = end - back
-    positions = torch.arange(first, first + 3)[None]
-    given = {"position_ids": positions, "cache": cache}
+    given = {"position_ids": torch.arange(first, first + 3)[None], "cache": cache}
     if held:
         logits = model(text()[:1, first : first + 3], **given).logits
-        want = expected()[:1, first : first + 3]
-        torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(logits, expected()[:1, first : first + 3], rtol=0, atol=CLOSE)
     else:
         with pytest.raises(ValueError, match="go back to a position whose states are still there"):
             model(text()[:1, first : first + 3], **given)
@@ -196,8 +192,7 @@ def test_a_chunk_that_is_too_long_is_refused():
 def test_graphs_count_what_they_drop(case):
     """Other requests and their caches do not change."""
     parts, count, _ = BATCHES[case]
-    alone = pooled()
-    wanted = v4.decode_step(reference(), batch_of([1], [0, 1], [10], [0]), alone)
+    wanted = v4.decode_step(reference(), batch_of([1], [0, 1], [10], [0]), pooled())
     cache = pooled()
     logits = v4.decode_step(reference(), batch_of(*parts), cache)
     assert logits.isfinite().all()
@@ -328,8 +323,7 @@ def test_a_row_that_begins_again_in_a_step_may_go_back_in_a_call():
     v4.prefill_step(model, one(text()[1, :60], 60), cache)
     v4.decode_step(model, one(text()[1, 60:63], 63), cache)
     assert (int(cache.seq_lens[0]), int(cache.written[0])) == (63, 63)
-    positions = torch.tensor([[61]])
-    logits = model(text()[1:2, 61:62], position_ids=positions, cache=cache).logits
+    logits = model(text()[1:2, 61:62], position_ids=torch.tensor([[61]]), cache=cache).logits
     torch.testing.assert_close(logits[0, 0], expected()[1, 61], rtol=0, atol=CLOSE)
 
 

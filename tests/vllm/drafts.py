@@ -17,7 +17,7 @@ DRAFTS = 2
 def main(path: str, count: int, new: int, **settings: Any) -> None:
     """Compare the drafts after each step with those of ``speculative_prefill`` over the text.
 
-    vLLM gives the layer the last token of the prompt at the end of a chunk, in place of the next.
+    At the end of a chunk, vLLM gives the layer the prompt's last token instead of the next token.
     """
     drafts = {"method": "mtp", "num_speculative_tokens": DRAFTS}
     llm = make_engine(path, speculative_config=drafts, **settings)
@@ -53,8 +53,8 @@ def main(path: str, count: int, new: int, **settings: Any) -> None:
 
 
 def alone(model: Any, text: list[int], ends: list[int], last: int, drafts: list[int]) -> int:
-    """Whether other tokens are drafted after a text alone, in chunks with these ends, at which the
-    layer gets the token ``last``."""
+    """Return 1 if ``speculative_prefill`` drafts other tokens after this text, else 0. Its chunks
+    end at ``ends``, where the draft layer gets the token ``last``."""
     cache = v4.PagedCache.for_model(
         model.hf, max_batch_size=1, max_cache_len=1024, max_chunk=1024, next_n=1 + DRAFTS
     )

@@ -242,7 +242,7 @@ def compared(model: Any, outs: list[Any], near: float = 0.0) -> tuple[float, int
 
 
 def _step(tokens: Any, metadata: Any, requests: list[str]) -> dict[str, Any]:
-    """Return what ``EngineSteps`` gets in a step; caches with one table are listed together."""
+    """Return what ``EngineSteps`` gets in a step; caches that share a table are listed together."""
     groups: dict[int, list[str]] = {}
     for name, group in metadata.items():
         groups.setdefault(group.block_table.data_ptr(), []).append(name)

@@ -37,7 +37,7 @@ for rows, size, padding in ((64, 37440, 0), (64, 37440, 37440), (2, 1728, 0), (2
     assert torch.equal(*both)
     assert 114000 < int((both[0] != 0).sum()) < 117000
 """
-# of vLLM's compressor: windows of one token, a norm that divides by 2**50, no rotation
+# vLLM's compressor with windows of one token, a norm that divides by 2**50, and no rotation
 INDEXER_KEYS = """
 k = keys(128, 0x7E, 1)
 states, tokens = torch.cat((k, torch.randn(200, 128)), 1).view(50, 4, 256), torch.arange(200)

@@ -99,7 +99,7 @@ def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, 
 
 
 WHOLE = {"enable_prefix_caching": True, "max_num_batched_tokens": 5120}
-# this backend copies all blocks in every op; a prefix would have another request's chunks
+# AOT_EAGER copies all blocks in every op; whole prompts, so that no cached prefix is in chunks
 DRAFTING = {"compiled": {**WHOLE, **AOT_EAGER, "num_gpu_blocks_override": 2500}}
 DRAFTING |= {"whole prompts": WHOLE, "chunks of 64 tokens": {}}
 
@@ -107,7 +107,7 @@ DRAFTING |= {"whole prompts": WHOLE, "chunks of 64 tokens": {}}
 @pytest.mark.parametrize("case", DRAFTING)
 @pytest.mark.parametrize("version", ["v4", "v3"])
 def test_drafts_by_the_own_layer_are_those_of_a_step_alone(folders, version, case, tmp_path):
-    """Two drafts a step, in float32."""
+    """Steps in float32 have two drafts."""
     settings = dict(DRAFTING[case])
     if version == "v4":
         path = write_drafting_v4(tmp_path, folders["released"])

@@ -93,7 +93,7 @@ def test_schedules(seed):
 @pytest.mark.parametrize("op", [DENSE, SPARSE])
 def test_a_batch_is_scheduled_by_its_lengths(op):
     """One long request among short ones has several splits, which the combine finds in its list.
-    For selected rows, their number decides the splits."""
+    For selected rows, the number of rows decides the splits."""
     lens = [900, *range(40)]
     case = mla_case(1, [1] * 41, 4, longest=900, hint=False, adversarial=False, context_lens=lens)
     case = case if op == DENSE else mla_batches.sparse_case(case, topk=2048)

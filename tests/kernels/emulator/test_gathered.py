@@ -130,7 +130,7 @@ def test_queries_and_rows_of_any_strides():
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Let prefills of any size copy their rows, by a gather that the kernels should match."""
+    """Let prefills of any size copy their rows, by the gather's reference."""
 
     def gather_rows(launch, call, sink, multiple, wanted):
         return bf16_workspace.gather_rows(call, sink, multiple)

@@ -119,8 +119,8 @@ def emulates(monkeypatch):
 )
 @pytest.mark.usefixtures("emulates")
 def test_what_the_triton_kernel_promises(what, name):
-    """Plans of these and of other lengths, adversarial plans, all bits of a rotation and of scaled
-    values, and splits of half blocks."""
+    """Results are right with stale plans, adversarial plans, rotations, splits of half blocks, and
+    keys of any scale."""
     tokens = {"plans": 5, "adversarial": 5, "rotations": 3}.get(what, 2)
     getattr(interpret_mla, what)(name, case_of(name, 3, tokens, 8))
 
@@ -129,7 +129,7 @@ def test_what_the_triton_kernel_promises(what, name):
 @pytest.mark.usefixtures("emulates")
 @pytest.mark.parametrize("what", ["plans", *nightly("plans of other lengths", "adversarial")])
 def test_a_program_joins_several_tokens(name, what, monkeypatch):
-    """A large plan does this; here one program combines all 9 tokens."""
+    """Programs of a large plan combine several tokens; here one program combines all 9."""
     monkeypatch.setattr("dsv4_ops.kernels.common.attention.combine.PROGRAMS", 1)
     case = case_of(name, 4, 9, 3)
     if what == "plans" and not NIGHTLY:
@@ -176,7 +176,7 @@ def test_long_prefills(mode):
 
 
 def test_positions_that_no_token_has():
-    """Some of these positions equal a valid position in their lower 32 bits."""
+    """Some positions out of range equal a valid position in their lower 32 bits."""
     far = [-1, -200, 2**32 + 70, 70 - 2**32, INT32_MAX, 2**63 - 1, -(2**63), 70]
     case = prefill_case(5, len(far), 8, "C128", longest=300, max_reqs=1)
     case = with_tensors(case, {2: i64(far), 3: i32([0] * len(far))})
@@ -239,7 +239,7 @@ def test_lens_at_the_edges_of_blocks(splits, seed):
 
 @each_split
 def test_blocks_none_of_whose_keys_exist(splits):
-    """Such blocks come before, between or after blocks with keys, or are the only ones."""
+    """Blocks without keys come before, between or after blocks with keys, or are the only ones."""
     case = listing(2, 4, num_splits=splits)
     swa, extra = (case.tensors[place].clone() for place in (2, 5))
     swa[0], swa[1, 64:], extra[1] = -1, 10**6, INT32_MAX
@@ -281,7 +281,7 @@ def spoiled(seed, splits):
     ],
 )
 def test_nan_is_seen_by_those_that_list_it(splits, place, value):
-    """A byte makes a code NaN, or a RoPE value."""
+    """One byte makes a code or a RoPE value NaN."""
     case, cache, slot = spoiled(4, splits)
     start = MainLayout(64).data_offset(slot)
     cache.view(-1)[start + place] = value

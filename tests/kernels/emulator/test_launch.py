@@ -102,7 +102,7 @@ def test_programs_that_join_by_a_plan():
     ("tokens", "splits", "step"), [(66, 2, 2), (33, 4, 4), (16, 5, 8), (8, 10, 16), (4, 10, 16)]
 )
 def test_splits_that_are_joined_at_a_time(tokens, splits, step):
-    """With known sizes, all splits, rounded up to a power of two; with a plan, 4 or 8."""
+    """If sizes are known, all splits are, rounded up to a power of two; with a plan, 4 or 8 are."""
     launch = Launches((9, 0))
     args, settings = arguments(tokens)
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)

@@ -162,7 +162,7 @@ class Selection(torch.nn.Module):
 )  # fmt: skip
 def test_a_selection_of_any_size(topk, launched):
     """Merges that have nothing to do have one program. The scores of 2048 rows and more are stored
-    if the workspace takes up to 512 MiB: of 300 tokens, up to 2287 blocks. The other variant has no
+    if they take up to 512 MiB: 300 tokens may have up to 2287 blocks. The other variant has no
     programs, and no memory for scores. Rows of up to 8192 keys need no list."""
     queries = torch.zeros(7, 64, 128).to(torch.float8_e4m3fn), torch.zeros(7, 64)
     rows = torch.zeros(7, dtype=torch.int64), i32([0] * 7), i32([[0] * 11] * 3)

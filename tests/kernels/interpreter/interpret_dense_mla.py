@@ -38,7 +38,7 @@ def formats() -> dict[str, Case]:
 
 
 def main(thorough: bool) -> None:
-    # test_dense_mla.py runs all of them with the other kernel
+    # test_dense_mla.py runs all ``kernel_cases`` with the Gluon kernel
     cases = mla_batches.kernel_cases() if thorough else {}
     for name, case in (cases | formats()).items():
         check(case)

@@ -139,7 +139,7 @@ def check_plan(num_rows: int) -> None:
 
 
 def marked(experts: list[int]) -> list[int]:
-    """The first block of an expert's pair represents both blocks."""
+    """Return the plan with pairs: the first block of a pair represents both, the second none."""
     found = []
     for expert, same in groupby(experts):
         pairs, alone = divmod(len(list(same)), 2)

@@ -130,7 +130,7 @@ def counted(rows: Rows) -> Tensor:
 
 
 def lists(count: int) -> int:
-    """All integers are equal, and all bits of the listed rows, also for few entries at a time."""
+    """All integers and all bits of listed rows are equal, also for few entries at a time."""
     usual = kernels.COLUMNS, kernels.TOKENS
     for seed in range(count):
         kernels.COLUMNS, kernels.TOKENS = (usual, (64, 4))[seed // 2 % 2]

@@ -1,6 +1,6 @@
 """The indexer's selection in Triton's interpreter with small scratch rows, so that short rows
 already have parts, reductions and groups. tests/kernels/interpreter/test_indexer_kernels.py starts
-this file with TRITON_INTERPRET=1. It prints how often each of these occurred."""
+this file with TRITON_INTERPRET=1. It prints how often each of the three occurred."""
 
 import sys
 from collections import Counter

@@ -67,7 +67,7 @@ def _known_dtype(find: Any) -> Any:
 
 
 def _quick_bf16(convert: Any) -> Any:
-    """A bfloat16 value is the upper half of a float32 value."""
+    """Convert bfloat16 to float32 by a shift: a bfloat16 is the upper half of a float32."""
 
     def call(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
         if (given, wanted) != (tl.bfloat16, tl.float32):
@@ -79,14 +79,14 @@ def _quick_bf16(convert: Any) -> Any:
 
 def _asserted(check: Any) -> Any:
     def call(self: Any, *args: Any) -> None:
-        if self.builder.options.debug:  # without, all of its work leads to no assertion
+        if self.builder.options.debug:  # otherwise the check asserts nothing
             check(self, *args)
 
     return call
 
 
 def _quick_block(make: Any) -> Any:
-    """Types with equal ``made_of`` share their attributes."""
+    """Let block types of one element and shape share their attributes."""
     known: dict[Any, dict[str, Any]] = {}
 
     def call(self: Any, element: Any, shape: Any) -> None:

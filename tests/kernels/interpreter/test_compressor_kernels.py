@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="published for Linux only")
 def test_tokens_that_complete_a_window_are_of_different_programs(
     num_tokens: int, ratio: int
 ) -> None:
-    """In a prefill they are ``ratio`` tokens apart; no program has more than its share of them."""
+    """In a prefill, tokens that end windows are ``ratio`` apart; programs share them evenly."""
     from dsv4_ops.kernels.compressor import launch as kernels
 
     short = 2 * ratio <= kernels.SHORT_WINDOW
@@ -31,7 +31,7 @@ def test_tokens_that_complete_a_window_are_of_different_programs(
     [(1, 1), (8, 8), (128, 65), (1024, 51), (2048, 35), (2176, 33), (4096, 33), (8192, 65)],
 )
 def test_few_tokens_have_a_program_for_two_of_them(num_tokens: int, expected: int) -> None:
-    """All may finish a long window. From 2176 tokens on, 128 share a program; 33 or more run."""
+    """Few tokens may all end a long window. From 2176 tokens on, 33 programs or one per 128 run."""
     from dsv4_ops.kernels.compressor import launch as kernels
 
     assert kernels._long_programs(num_tokens) == expected

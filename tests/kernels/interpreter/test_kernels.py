@@ -30,14 +30,14 @@ def interpreted(examples, *names):
     return {line.split()[0] for line in forked.interpreted(script, examples, *names)}
 
 
-# kernels whose registers hold as many bytes in flight as more programs would: 14 warps or more
-# per SM (with an inverse RoPE, Triton 3.7 uses 128 to 167 registers, which is 12 warps)
+# kernels with 14 warps or more per SM, whose registers hold many bytes in flight (with an inverse
+# RoPE, Triton 3.7 uses 128 to 167 registers, which is 12 warps)
 BYTES_IN_REGISTERS = {
     "combine_listed_kernel", "combine_splits_kernel", "compress_and_insert_kernel",
     "insert_c4_step_kernel", "stream_ends_kernel",
 }  # fmt: skip
 
-# kernels that hold a tile of products, or the keys that they select from: two programs per SM
+# kernels with two programs per SM, which hold a tile of products or the keys that they select from
 TILES_IN_REGISTERS = {
     "cp_topk_kernel", "down_by_blocks_kernel", "expert_counts_kernel", "expert_plan_kernel",
     "fp8_block_kernel", "gate_up_by_blocks_kernel", "indexer_logits_kernel",
@@ -108,8 +108,8 @@ def test_examples_launch_every_kernel():
 @pytest.mark.smoke
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_kernel_spills_registers(part, monkeypatch):
-    """Each release of Triton compiles kernels: `make lanes` and `make kernels` every variant, `make
-    smoke` one of each kernel, `make test` one for each kind of limit."""
+    """With each release of Triton, `make lanes` and `make kernels` compile every variant, and `make
+    smoke` one of each kernel. `make test` compiles one for each kind of limit."""
     from dsv4_ops.cli import kernels
 
     chosen = launched()
@@ -173,7 +173,7 @@ def test_code_tiles_take_four_words_of_a_thread_that_are_side_by_side():
             assert held, f"{layout} of {module[:2000]}"
             blocked = "sizePerThread = [1, 4]" in held[1] and "order = [1, 0]" in held[1]
             assert blocked or "register = [[0, 1], [0, 2]," in held[1], f"{name}: {held[1]}"
-    # two per step, for one block and for two
+    # two per step, for single blocks and for pairs
     products = {"gate_up_kernel": 4, "down_kernel": 4}
     assert found == {**products, "gate_up_by_blocks_kernel": 1, "down_by_blocks_kernel": 1}
 

@@ -115,11 +115,9 @@ def other_size(name: str, width: int, size_name: str, size: int, value: Tensor) 
 
 def row_rows(name: str, values: Tensor) -> Iterator[says.Entry]:
     """Yield blocks without rows, and rows with gaps; ``values`` have gaps."""
-    none, strides = values[:, :0], list(values.stride())
+    none, strides = values[:, :0], f"strides {[*values.stride()]}"
     yield says.of_shape(name, "have pages of at least 1 row", none, ALLOCATE_PLAIN)
-    yield says.wrong(
-        name, "have dense rows", f"strides {strides}", ALLOCATE_PLAIN, **{name: values}
-    )
+    yield says.wrong(name, "have dense rows", strides, ALLOCATE_PLAIN, **{name: values})
 
 
 def plain_rows(

@@ -15,8 +15,7 @@ ALLOCATE = "Allocate it with StateLayout(block_size).allocate(num_blocks)"
 
 def states(block_size: int, width: int) -> Valid:
     value = StateLayout(block_size, width).allocate(4)
-    shape = "[num_state_blocks, state_values]"
-    return Valid(value, shape, "torch.float32", "v4_state", ALLOCATE)
+    return Valid(value, "[num_state_blocks, state_values]", "torch.float32", "v4_state", ALLOCATE)
 
 
 OWN |= {
@@ -56,15 +55,13 @@ ORDER |= {
 }
 
 
-def states_rows(
-    block_size: int, width: int, size_name: str, prefix: str = ""
-) -> Iterator[says.Entry]:
+def states_rows(block_size: int, width: int, size: str, prefix: str = "") -> Iterator[says.Entry]:
     """Yield states of wrong sizes, and states that kernels cannot read in units of 16 bytes."""
     layout, name = StateLayout(block_size, width), f"{prefix}states"
     values = layout.page_bytes // 4
     shape = f"[num_{prefix}state_blocks, {values}]"
     for other in (StateLayout(block_size, 4 * width), StateLayout(4 * block_size, width)):
-        yield cache.no_pages(name, layout, shape, other.allocate(4), size_name)
+        yield cache.no_pages(name, layout, shape, other.allocate(4), size)
     memory = torch.zeros(16 * values)
     for stride in ((values + 2, 1), (2 * values, 2), (0, 1)):
         yield cache.loose_pages(name, layout, memory.as_strided((4, values), stride))

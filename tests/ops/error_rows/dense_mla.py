@@ -146,9 +146,8 @@ def decode_rows() -> Iterator[says.Entry]:
     cache = PlainLayout(64, 32).allocate(4)
     plain = {"layout": "plain", "q": q, "q_scale": None, "kv_cache": cache}
     yield says.not_with("kv_scale", "layout 'plain'", "a tensor", **plain)
-    yield says.dtype(
-        "q", HALVES, torch.float8_e4m3fn, "Pass the result of mla_absorb_q", layout="plain"
-    )
+    do = "Pass the result of mla_absorb_q"
+    yield says.dtype("q", HALVES, torch.float8_e4m3fn, do, layout="plain")
     floats = {**plain, "kv_cache": cache.float()}
     yield says.dtype("kv_cache", "torch.bfloat16", torch.float32, **floats)
     rule = "be 512 with layout 'mla_ds_fp8'"
@@ -175,8 +174,7 @@ def sparse_rows() -> Iterator[says.Entry]:
 def weight_rows() -> Iterator[says.Entry]:
     rule, do = "be a tensor or a module", "Pass kv_b_proj or its weight"
     yield says.of_type("weight", rule, [[1.0]], do)
-    module = torch.nn.Linear(4, 192)
-    yield says.not_with("scale", "a module", "a tensor", weight=module)
+    yield says.not_with("scale", "a module", "a tensor", weight=torch.nn.Linear(4, 192))
     yield says.not_with("scale", "a weight of torch.float32", "a tensor", weight=WEIGHT.float())
     yield says.exactly("weight", "[192, kv_lora_rank]", WEIGHT[1:], 0)
     for kind in (torch.int8, torch.float8_e4m3fn):

@@ -40,12 +40,8 @@ OWN |= {
 }  # fmt: skip
 NUMBERS |= {"num_experts": 3, "top_k": 2, "swiglu_limit": 10.0}
 NUMBERS |= {"num_groups": 4, "kept_groups": 2, "normalize": True}
-BF16 = {
-    "gate_up": bf16(3, 256, 256),
-    "gate_up_scale": None,
-    "down": bf16(3, 256, 128),
-    "down_scale": None,
-}
+BF16 = dict.fromkeys(("gate_up_scale", "down_scale"))
+BF16 |= {"gate_up": bf16(3, 256, 256), "down": bf16(3, 256, 128)}
 COUNTS |= {
     "topk": "the selected rows of a token",
     "hidden_size": "the values of a token's hidden state",

@@ -41,9 +41,8 @@ COUNTS |= {
 
 
 def recipe_rows(name: str, *allowed: str) -> Iterator[says.Entry]:
-    return says.word_rows(
-        name, "the recipe has", *allowed, unknown=("", allowed[0].upper(), "int4")
-    )
+    unknown = ("", allowed[0].upper(), "int4")
+    return says.word_rows(name, "the recipe has", *allowed, unknown=unknown)
 
 
 def weight_rows(op: str) -> Iterator[says.Entry]:

@@ -22,8 +22,7 @@ PLAN = i32([[0, 0, 1, 0], [1, 0, 2, 0], [1, 1, 2, 0], [2, 0, 1, 0], [3, 0, 1, 0]
 
 
 def pages(source: str) -> Valid:
-    shape = f"[num_{source}_blocks, {source}_page_bytes]"
-    return cache(MainLayout(SIZES[source]), shape)
+    return cache(MainLayout(SIZES[source]), f"[num_{source}_blocks, {source}_page_bytes]")
 
 
 WINDOW = {

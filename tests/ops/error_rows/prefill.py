@@ -21,7 +21,7 @@ MANY = i32([0] * 16384)
 
 
 def missing_rows() -> Iterator[Entry]:
-    """Yield a cache without its table, a table without its cache, a selection without a cache."""
+    """Yield a cache without its table, a table and a selection without a cache."""
     for given, partner in (((0,), 1), ((0, 2), 1), ((1,), 0), ((1, 2), 0), ((2,), 0)):
         nothing = [name for place, name in enumerate(EXTRA) if place not in given]
         yield alone(EXTRA[given[0]], EXTRA[partner], *nothing)

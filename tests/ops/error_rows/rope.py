@@ -69,9 +69,8 @@ def pad_rows() -> Iterator[says.Entry]:
         (torch.float8_e4m3fn, -math.inf, 0, 0),
     ):
         must = f"be a whole number in {low}..{high} for x of {kind}"
-        yield says.wrong(
-            "pad", must, pad, "Pass one that x can hold", x=torch.zeros(5).to(kind), pad=pad
-        )
+        x, do = torch.zeros(5).to(kind), "Pass one that x can hold"
+        yield says.wrong("pad", must, pad, do, x=x, pad=pad)
 
 
 THREE_GROUPS = says.multiple("num_heads", "num_groups", 3, 4, 6, num_groups=3)

@@ -63,8 +63,7 @@ def agree(
     name: str, shape: str, word: str, size: int, owner: str, value: Tensor, /, **spoiled: Any
 ) -> Entry:
     must = f"have shape {shape} with {word} = {size} as in {owner}"
-    do = f"Make them agree: {word} counts {COUNTS[word]}"
-    return of_shape(name, must, value, do, **spoiled)
+    return of_shape(name, must, value, f"Make them agree: {word} counts {COUNTS[word]}", **spoiled)
 
 
 def no_entry(name: str, shape: str = "[num_reqs + 1]", value: Any = None, /, **more: Any) -> Entry:
@@ -87,13 +86,11 @@ def slots_for_tokens(name: str, value: Tensor, /) -> Entry:
     return wrong(name, must, len(value), do, **{name: value})
 
 
-def dtype(
-    name: str, dtypes: str, value: Any, do: str = "", layout: str = "", /, **spoiled: Any
-) -> Entry:
+def dtype(name: str, dtypes: str, value: Any, do: str = "", tag: str = "", /, **more: Any) -> Entry:
     got = value.dtype if isinstance(value, Tensor) else value
     do = do or f"Cast it with .to({dtypes.split(' or ')[0]})"
-    must = f"be {dtypes}" + f" for layout {layout!r}" * bool(layout)
-    return wrong(name, must, got, do, TypeError, **(spoiled or {name: value}))
+    must = f"be {dtypes}" + f" for layout {tag!r}" * bool(tag)
+    return wrong(name, must, got, do, TypeError, **(more or {name: value}))
 
 
 def no_tensor(name: str, value: object, do: str, /, **spoiled: Any) -> Entry:
@@ -127,9 +124,7 @@ def alone(name: str, partner: str, /, *without: str) -> Entry:
     return wrong(name, f"be None without {partner}", "a tensor", "Pass both or neither", **nothing)
 
 
-def not_with(
-    name: str, partner: str, got: object, neutral: object = None, /, **spoiled: Any
-) -> Entry:
+def not_with(name: str, partner: str, got: Any, neutral: Any = None, /, **spoiled: Any) -> Entry:
     return wrong(name, f"be {neutral} with {partner}", got, "Pass one of the two", **spoiled)
 
 

@@ -86,12 +86,12 @@ def values(graph):
 def test_a_decode_step_writes_the_callers_caches(layers, engines):
     model = v4.patch(small_model(layer_types=list(layers)), kv="fp8")
     kinds, cache = assert_equal_steps(model, engines)
-    assert kinds["dsv4_ops_tensorrt.copy_back.default"] == 3  # dropped, seq_lens, written
+    assert kinds["dsv4_ops_tensorrt.copy_back.default"] == 3  # of dropped, seq_lens and written
     assert all(layer.swa.any() for layer in cache.tensors.layers)
 
 
 def test_a_decode_step_of_deepseek_v3_does_so_too():
-    """A dense layer with rows of 656 bytes; in the engine, the plugin rotates the queries."""
+    """The layer is dense, with rows of 656 bytes; in the engine, the plugin rotates the queries."""
     register_plugins(capability=(9, 0))
     model = v4.patch(small_mla_model(num_hidden_layers=1, **DS_FP8), kv="ds_fp8")
     kinds, cache = assert_equal_steps(model, 4, {ROPE: 1})

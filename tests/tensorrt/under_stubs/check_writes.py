@@ -48,7 +48,7 @@ class ReadsAfter(nn.Module):
 
 
 class ReadsBefore(nn.Module):
-    """The second read waits for an engine, the write for nothing; an added input orders them."""
+    """Only the second read waits for an engine; an added input orders the write behind the read."""
 
     def forward(self, k, slots, cache):
         first = inserted(k, cache, slots)
@@ -73,7 +73,7 @@ class ThroughView(nn.Module):
 
 
 class Counts(nn.Module):
-    """A write by torch's own op, such as that of the counter of dropped tokens."""
+    """Adds to a counter by torch's own op, as a step does that counts dropped tokens."""
 
     def forward(self, k, slots, cache):
         insert((k * 2).relu(), cache, slots)
