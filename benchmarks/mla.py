@@ -58,7 +58,7 @@ class Row:
     context: int
     topk: int | None = None  # selected rows per token; None for all rows
     us: float | None = None
-    flash_mla_us: float | None = None  # decode without planning; prefill for selected bf16 rows
+    flash_mla_us: float | None = None  # decode, planned before; for selected bf16 rows, prefill
     roofline_us: float | None = None  # the longer of bytes at a copy's rate and FLOP at 790 TFLOP/s
     max_diff: float | None = None  # maximum difference from FlashMLA's output
     error: str | None = None

@@ -52,7 +52,7 @@ def check(code, folder):
 
 
 COMPILED = ["own_engine.md", "transformers.md"]
-"""Files with code to compile; a test below runs that code eagerly, after all other code."""
+"""Pages with calls of ``torch.compile``. A test below runs all code of such a page eagerly."""
 OTHERS = [page for page in PAGES if page not in COMPILED]
 
 

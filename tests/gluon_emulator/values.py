@@ -83,7 +83,7 @@ def _operators(operation: Any, dtype: Any = None) -> tuple[Any, Any]:
 
 
 class Value(Typed):
-    """A tensor, or a scalar without dimensions. A pointer may lead into ``buffers``."""
+    """A tensor, or a scalar without dimensions. Pointers may access only ``buffers``."""
 
     def __init__(self, data: Any, dtype: Any, buffers: tuple[Any, ...] = ()) -> None:
         self.data = np.asarray(data)

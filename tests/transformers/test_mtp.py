@@ -20,7 +20,7 @@ from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import NIGHTLY, i32, nightly
 from tests.oracles.mtp import MtpOracle, dequantised_model, float32_model
 
-# few tokens, so that random drafts are sometimes accepted
+# a vocabulary of three tokens, so that random drafts are sometimes accepted
 CONFIG = {**TINY, "vocab_size": 3, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
 PROMPTS = (120, 3, 61)
 NEW = 12  # past position 128, and at every position modulo 4

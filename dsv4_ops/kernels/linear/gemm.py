@@ -43,8 +43,8 @@ PROGRAMS_PER_SM = {16: 4, 32: 4, 64: 2, 128: 1}
 tokens, partial sums are larger, so K has fewer splits."""
 
 SUMS, SUM_WARPS = 256, 4
-"""Values per program of the kernel that adds the splits of K, and warps. The sum is not left to
-Inductor, whose code for it takes 3.4 us for 2 MB, and 11 us if a SwiGLU follows."""
+"""Values per program of the kernel that adds the splits of K, and warps. With this kernel in place
+of Inductor's code, a shared expert takes 17 us instead of 30."""
 
 MIN_STEPS, MAX_SPLITS = 2, 16
 """Minimum number of blocks of K per split, and maximum number of splits."""

@@ -150,8 +150,8 @@ def _mla_metadata_cases() -> list[Case]:
         return Case(name, lens, {**settings, "num_sm_parts": parts}, ([*rows],) if rows else None)
 
     unused = [0] * 8
-    # token 0 has 2 + 8 blocks, token 1 has 1 + 0 blocks, and each token has an overhead of 5: the
-    # sum is 21, so each of 3 parts takes 7 blocks and an overhead of 5
+    # token 0 has 2 + 8 blocks, token 1 has 1 + 0 blocks, and each token adds an overhead of 5: the
+    # sum is 21, a third of which is 7, so each of 3 parts may take 7 + 5
     split = (
         [0, 0, 0, 7, 0, 1, 1, 0],
         [0, 0, 7, 10, 1, 1, 1, 0],
@@ -159,8 +159,8 @@ def _mla_metadata_cases() -> list[Case]:
         [0, 2, 3, 0, 0, 0, 0, 0],
         *[unused] * 2,
     )
-    # a token without keys has one block too: with overheads, the tokens take 6 + 7 = 13, so each of
-    # 4 parts takes 4 blocks and an overhead of 5
+    # a token without keys has one block too: with overheads, the tokens take 6 + 7 = 13, a quarter
+    # of which is less than 4, so each of 4 parts may take 4 + 5
     idle = (
         [0, 0, 0, 1, 0, 0, 0, 0],
         [1, 1, 0, 2, 0, 0, 0, 0],

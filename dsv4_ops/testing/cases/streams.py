@@ -26,7 +26,7 @@ def _hyper_connection_cases() -> list[Case]:
     out = torch.tensor([[2.0, 6.0]]).bfloat16()
     post, mix = torch.tensor([[1.0, 0.5]]), torch.tensor([[[1.0, 0.5], [0.0, 0.5]]])
     # the squares 1, 9, 1 and 1 have the mean 3, so each nonzero product with fn is 1; pre_0 is the
-    # sigmoid of 1 - 1, as in the case "alone"; both logits of the first row are 4 * 1 - 3
+    # sigmoid of 1 - 1 = 0; both logits of the first row are 4 * 1 - 3, and equal logits give halves
     root = 3.0**0.5
     fn = torch.zeros(8, 4)
     fn[0, 0], fn[4, 0], fn[5, 1] = root, root, -root / 3

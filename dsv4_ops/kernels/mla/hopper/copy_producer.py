@@ -39,8 +39,8 @@ _CHUNK_BYTES = gl.constexpr(128)
 @aggregate
 class Pages:
     """Keys of a split, at positions ``first`` to ``stop``. ``table_row`` and ``column_stride`` are
-    the address and the stride of the request's row of the block table; with ``slots``, of the
-    token's list of slots."""
+    the address and the stride of the request's row of the block table or, if ``slots`` is true, of
+    the token's list of slots."""
 
     cache: Scalar
     page_stride: Scalar
