@@ -19,6 +19,7 @@ from transformers.distributed import DistributedConfig
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.generation import decoding
 from dsv4_ops.testing.models import head_plan, small_dsa_model, small_mla_model, small_model
 from tests.helpers import NIGHTLY, nightly
 from tests.support.hf_models import Engine, checkpoints, padded_to  # noqa: F401  # a fixture
@@ -115,6 +116,9 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
         equal_to_one(model, of_one, want, 5)
         got = model(text()[:, :20], cache=cache_of(model)).logits
         assert (got - want[:, :20]).abs().max() < CLOSE * want.abs().max()
+        same = {"inputs": text()[:, :9], "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(**same), whole(family).generate(**same))
+        assert decoding._calls_only_ours(model)  # it ran our loop
         if settings:
             counter, step = CompileCounter(), None
             if NIGHTLY or family == "v3":
