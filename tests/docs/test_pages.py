@@ -52,7 +52,7 @@ def check(code, folder):
 
 
 COMPILED = ["own_engine.md", "transformers.md"]
-"""Pages with calls of ``torch.compile``. A test below runs all code of such a page eagerly."""
+"""Files with calls of ``torch.compile``. A test below runs all code of such a file eagerly."""
 OTHERS = [page for page in PAGES if page not in COMPILED]
 
 
