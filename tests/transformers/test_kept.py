@@ -88,6 +88,16 @@ def test_similar_numbers_of_texts_share_a_graph(model, captures):
     assert [each.sizes[0] for each in caches(model)] == [20]
 
 
+@pytest.mark.usefixtures("captures")
+def test_a_cache_is_not_rounded_up_if_it_could_not_be_kept(model, monkeypatch):
+    check(model, TEXTS[:9])
+    most = caches(model)[0].nbytes - 1
+    v4.empty_cache(model)
+    monkeypatch.setattr(kept, "most_bytes", lambda device: most)
+    check(model, TEXTS[:9])
+    assert [each.sizes for each in caches(model)] == [(9, 14, 8)]
+
+
 def test_similar_prefills_share_a_graph(model, all_captures):
     """60 tokens of 10 texts and 54 of 9 run as 64; the decode is captured first."""
     for count, graphs_made in ((10, 1), (10, 1), (9, 2), (10, 2), (9, 2)):

@@ -304,26 +304,13 @@ class Texts:
     ) -> None:
         """Choose the tokens after ``logits``, then run ``step`` until all texts have ended. Ranks
         that share the cache check for the end after every step. A rank with a streamer does so,
-        and all ranks must run the same steps. For the same reason, such a rank raises the error of
-        its streamer only after the last step."""
-        failed: Exception | None = None
+        and all ranks must run the same steps."""
 
         def decode() -> None:
             self._append(step(self._batch(), self.cache.tensors).float())
 
-        def stream() -> None:
-            nonlocal failed
-            if streamer is None or failed is not None:
-                return
-            try:
-                streamer.put(self.ids[:, int(self.length) - 1].cpu())
-            except Exception as error:
-                if not shares:
-                    raise
-                failed = error
-
         self._append(logits)
-        stream()
+        _stream(streamer, self)
         for count in range(1, self.max_new):
             checks = shares or streamer is not None or count % _check_every(self.ids.device) == 0
             if checks and self.eos is not None and bool(self.ended.all()):
@@ -331,9 +318,7 @@ class Texts:
             if captures and self.ids.is_cuda and count == WARM_CALLS + 1:
                 decode = captured(decode)
             decode()
-            stream()
-        if failed is not None:
-            raise failed
+            _stream(streamer, self)
         if streamer is not None:
             streamer.end()
 
@@ -379,6 +364,11 @@ def _sampled(probs: Tensor) -> Tensor:
     if probs.device.type == "cpu":
         return torch.multinomial(probs, 1).squeeze(1)
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+
+def _stream(streamer: Any, texts: Texts) -> None:
+    if streamer is not None:
+        streamer.put(texts.ids[:, int(texts.length) - 1].cpu())
 
 
 class CompiledSteps(dict[Any, CompiledStep]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Callable
@@ -107,13 +108,16 @@ def generate(before: Method) -> Method:
         check_kinds(self, arguments)
         check_prompts(arguments)
         check_ranks(self, arguments)
+        streamer = arguments.get("streamer")
+        if streamer is not None and self.dsv4_ops_spec.parallel is not None:
+            arguments["streamer"] = streamer = _RankStreamer(streamer)
         if num_drafts is not None:
             call.num_drafts = num_drafts
             arguments["custom_generate"] = DraftDecoding(num_drafts)
         elif decoding.may_take(self, arguments):
             call.may_keep = True
             arguments["custom_generate"] = decoding.DeviceDecoding(
-                call.end, arguments.get("streamer"), lambda: call.kept
+                call.end, streamer, lambda: call.kept
             )
         if "cache" in arguments:
             arguments[cache_argument()] = arguments.pop("cache")
@@ -132,9 +136,42 @@ def generate(before: Method) -> Method:
                 remember(cache, sequences, call.mask, call.padded)
         if call.kept is not None:
             kept_of(self).give_back(call.kept)
+        if isinstance(streamer, _RankStreamer):
+            streamer.raise_error()
         return out
 
     return run
+
+
+class _RankStreamer:
+    """A streamer whose first error is raised at the end of the call, because the ranks that share
+    the cache need this rank's steps."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._error: BaseException | None = None
+
+    def put(self, tokens: Tensor) -> None:
+        self._call(self._streamer.put, tokens)
+
+    def end(self) -> None:
+        self._call(self._streamer.end)
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> None:
+        if self._error is None:
+            try:
+                method(*args)
+            except (Exception, asyncio.CancelledError) as error:
+                self._error = error
+
+    def raise_error(self) -> None:
+        """Raise the error, and hold no reference to it: its frames would hold the cache."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
 
 def kept_of(model: Any) -> KeptCaches:
@@ -361,7 +398,9 @@ def prefill(before: Method) -> Method:
         chunk_size, forward = generation_config.prefill_chunk_size, self.__call__
         if chunk_size and self._valid_auto_compile_criteria(model_kwargs, generation_config):
             forward = self.get_compiled_call(generation_config.compile_config)
-        chunk, states = min(chunk_size or mask.shape[1], cache.max_chunk), []
+        kept = None if (call := _CALL.get()) is None else call.kept
+        longest = cache.max_chunk if kept is None else kept.chunk
+        chunk, states = min(chunk_size or mask.shape[1], longest), []
         for begin in range(start, mask.shape[1], chunk):
             end = min(begin + chunk, mask.shape[1])
             kwargs, columns = dict(model_kwargs), slice(begin - before_inputs, end - before_inputs)

@@ -244,6 +244,7 @@ class KeptCache:
         made_for: The properties of the model on which the cache depends.
         epoch: Number of calls of ``KeptCaches.clear`` before the cache was made.
         number: Serial number of the cache, the same on all ranks.
+        chunk: Maximum tokens of each prompt in a prefill step of the current call.
         prefill: The step that runs prompts; None if the graphs of prefills do not fit into memory.
     """
 
@@ -252,9 +253,11 @@ class KeptCache:
     epoch: int
     prefill: EagerStep | None
     number: int = 0
+    chunk: int = field(init=False)
     steps: KeptSteps = field(init=False)
 
     def __post_init__(self) -> None:
+        self.chunk = self.cache.max_chunk
         self.steps = KeptSteps(self.cache, MOST_GRAPHS)
 
     def step(
@@ -290,7 +293,7 @@ class KeptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the cache."""
-        return sum(self.cache.memory().values())
+        return _nbytes(self.cache)
 
 
 class KeptCaches:
@@ -315,11 +318,13 @@ class KeptCaches:
             found = None
         if found is not None:
             found.reset()
-            return found
-        with self._lock:
-            self._made += 1
-        cache, prefill = self._new(model, sizes), EagerStep(model, prefill_step)
-        return KeptCache(cache, made_for, self._epoch, prefill, self._made)
+        else:
+            with self._lock:
+                self._made += 1
+            cache, prefill = self._new(model, sizes), EagerStep(model, prefill_step)
+            found = KeptCache(cache, made_for, self._epoch, prefill, self._made)
+        found.chunk = chunk
+        return found
 
     def _differs(self, model: Any, found: KeptCache | None, sizes: tuple[int, int, int]) -> bool:
         """Whether ranks have found different caches. Raise if their calls need different sizes."""
@@ -334,24 +339,31 @@ class KeptCaches:
         return bool(differing)
 
     def _new(self, model: Any, sizes: tuple[int, int, int]) -> PagedCache:
-        """Make a cache that also fits slightly larger calls. If memory is short on any rank, free
-        the kept caches and make a cache of exactly these sizes."""
+        """Make a cache that also fits slightly larger calls. Make a cache of exactly these sizes if
+        the larger cache could not be kept, or if memory is short on any rank; if memory is short,
+        also free the kept caches."""
         rows, length, chunk = sizes
         ranks = spec_of("generate", model).parallel
         longest = rounded(length, spec_of("generate", model).block_tokens)
         error = torch.OutOfMemoryError("another rank is out of memory")
         larger = rounded(rows, 1), longest, max(chunk, min(LEAST_CHUNK, longest))
-        for tried in (larger, sizes):
+        for tried in dict.fromkeys((larger, sizes)):
             cache: PagedCache | None = None
             try:
                 cache = _cache(model, *tried)
             except torch.OutOfMemoryError as found:
                 error = found.with_traceback(None)  # its frames would hold memory
-            differs = ranks is not None and ranks.differing(model.device, failed=cache is None)
-            if cache is not None and not differs:
+            failed, wasteful = cache is None, False
+            if cache is not None and tried != sizes:
+                wasteful = _nbytes(cache) > most_bytes(cache.device)
+            if ranks is not None:
+                differing = ranks.differing(model.device, failed=failed, wasteful=wasteful)
+                failed, wasteful = failed or "failed" in differing, wasteful or bool(differing)
+            if cache is not None and not failed and not wasteful:
                 return cache
             del cache
-            self.clear()
+            if failed:
+                self.clear()
         raise error
 
     def give_back(self, cache: KeptCache) -> None:
@@ -381,6 +393,10 @@ def _made_for(model: Any) -> Any:
 
 def _cache(model: Any, rows: int, length: int, chunk: int) -> PagedCache:
     return PagedCache.for_model(model, max_batch_size=rows, max_cache_len=length, max_chunk=chunk)
+
+
+def _nbytes(cache: PagedCache) -> int:
+    return sum(cache.memory().values())
 
 
 def rounded(length: int, least: int) -> int:

@@ -76,7 +76,7 @@ def prefilled(
     if step is None or not step.can_be_captured():
         return None
     prompts = [row[is_token] for row, is_token in zip(ids.to(torch.int64), mask != 0, strict=True)]
-    most = min(config.prefill_chunk_size or paged.max_chunk, paged.max_chunk)
+    most = min(config.prefill_chunk_size or cache.chunk, cache.chunk)
     batches = [batch for batch, _ in chunks(prompts, most, paged.device)]
     if max(len(batch.tokens) for batch in batches) > kept.MOST_TOKENS:
         return None
