@@ -133,7 +133,7 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
 
 
 def generates(rank: int, model: Any, family: str) -> None:
-    """``generate`` returns Hugging Face's tokens, also if one rank has changed or cannot capture."""
+    """``generate`` returns Hugging Face's tokens, also if a rank changed or cannot capture."""
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompt, capture, made = text()[:, : min(LENGTHS)], kept.captured, []
     want = whole(family).generate(prompt, **settings)
