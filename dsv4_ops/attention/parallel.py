@@ -147,7 +147,7 @@ class ContextParallel:
                     what,
                     must=f"be the same {name} on all ranks of a context-parallel group",
                     got=f"{value!r:.200} here",
-                    do="Start every rank with the same arguments, and the same prompts",
+                    do="Start every rank with the same arguments, prompts and seeds",
                 )
 
     def differing(self, device: torch.device | str, **values: Any) -> list[str]:

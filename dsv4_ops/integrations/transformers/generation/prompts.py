@@ -259,7 +259,7 @@ def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
             MASK,
             must="be 1 in the last column, which the next token follows",
             got=f"0 in row {row}",
-            do="Pad on the left, or cut columns of padding",
+            do="Pad on the left (padding_side='left' of the tokenizer), or cut columns of padding",
         )
     earliest, last = int(first.min()), int(first.max())
     if last == mask.shape[1]:
