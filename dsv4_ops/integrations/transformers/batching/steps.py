@@ -127,6 +127,7 @@ class BatchSteps:
         return self._kept.of(step, rows, num_tokens)
 
     def _rows(self, num_reqs: int) -> int:
+        """Round up to a power of two, so that a server captures few sizes before it listens."""
         return min(1 << (num_reqs - 1).bit_length(), self._paged.max_batch_size)
 
     def _request_kernels(
