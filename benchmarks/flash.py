@@ -284,7 +284,7 @@ class FlashRanks(Ranks):
             for first in range(0, tokens, chunk):
                 count = min(chunk, tokens - first)
                 if captures and count not in steps:
-                    steps[count] = kept.KeptStep(step, cache.tensors, 1, count, pool)
+                    steps[count] = kept.KeptStep(step, cache.tensors, 1, count, True, pool)
                 batch = step_batch([count], [first + count], self.device, [row])
                 steps.get(count, step)(batch, cache.tensors)
 

@@ -15,8 +15,8 @@ from dsv4_ops.testing.checkpoint import FLASH, PRO
 MODELS = {"flash": FLASH | {"index_topk": 512}, "pro": PRO | {"index_topk": 1024}}
 """Configs with the ``index_topk`` of released models; ``FLASH`` and ``PRO`` have a tiny model's."""
 
-SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
-SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 256, "vocab_size": 260, "index_topk": 16}
+SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 4, "q_lora_rank": 128}
+SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 512, "vocab_size": 260, "index_topk": 16}
 SMALL |= {"index_n_heads": 16, "num_experts_per_tok": 2}
 """Sizes that are smaller on a CPU."""
 

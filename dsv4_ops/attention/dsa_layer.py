@@ -15,6 +15,7 @@ from dsv4_ops.attention.mla_layer import (
     attended_values,
     check_layer,
     insert_latents,
+    mla_layer,
 )
 from dsv4_ops.attention.mla_step import MlaStep
 from dsv4_ops.attention.shared_selection import RankKeys, select_shared
@@ -60,19 +61,24 @@ def dsa_layer(
     go to the earlier row. If ranks share the cache, each rank scores its own keys with all heads of
     the indexer; the ranks exchange the scores of their best keys, and merge their attention.
 
+    If no request has a context, and no request has more than ``index_topk`` tokens, tokens need no
+    selection. A step with the context "chunked" and ``max_chunks`` 0 attends to expanded keys and
+    values of all tokens of the step instead, which is faster for long prompts, and only inserts the
+    indexer's keys.
+
     Args:
         spec: The model's attention configuration.
         inputs: Projection outputs of every token of the step.
         weights: Parameters of the layer.
         cache: Cache of the layer.
-        step: From ``build_mla_step``, with the context "absorbed".
+        step: From ``build_mla_step``, with the context "absorbed", or "chunked" without chunks.
         indexer: Projection outputs of the layer's indexer. None for a layer without an indexer.
         slots: The result ``slots`` of an earlier layer of the same step, for a layer without an
             indexer (GLM-5 has such layers); otherwise None.
 
     Returns:
         ``DsaAttention(out, slots)``, dense; ``out`` has the dtype of q. For padding tokens, ``out``
-        is 0 and all slots are -1.
+        is 0 and all slots are -1. A step of expanded keys has no slots.
 
     Mutates: ``cache``, at the slots of the step, before rows are selected.
 
@@ -103,6 +109,10 @@ def dsa_layer(
         ([[0, -1], [0, 1], [0, 2]], [[2.0], [3.0], [5.0]])
     """
     _check(spec, inputs, weights, cache, step, indexer, slots)
+    if step.prefill_start_loc is not None:
+        if indexer is not None:
+            _insert_keys(spec, indexer.k, weights.cos_sin_cache, cast(Tensor, cache.indexer), step)
+        return DsaAttention(mla_layer(spec.dense, inputs, weights, MlaCache(cache.kv), step), None)
     q, _ = insert_latents(spec, inputs, weights, MlaCache(cache.kv), step)
     if indexer is not None:
         slots = _select(spec, indexer, weights.cos_sin_cache, cast(Tensor, cache.indexer), step)
@@ -124,24 +134,35 @@ def dsa_layer(
     return DsaAttention(attended_values(spec, attended, weights), selected)
 
 
+def _turn(spec: DsaSpec) -> dict[str, Any]:
+    """Return the settings of the indexer's RoPE."""
+    return {"rope_first": True, "interleaved": spec.interleaved}
+
+
+def _insert_keys(spec: DsaSpec, k: Tensor, table: Tensor, cache: Tensor, step: MlaStep) -> None:
+    k = apply_rope(k, step.positions, table, **_turn(spec))
+    if spec.indexer_layout == PlainLayout.tag:
+        insert_k_cache(k, cache, step.slot_mapping)
+    else:
+        quantize_and_insert_indexer_k(k, cache, step.slot_mapping, block_size=spec.block_size)
+
+
 def _select(
     spec: DsaSpec, indexer: IndexerInputs, table: Tensor, cache: Tensor, step: MlaStep
 ) -> Tensor:
     """Insert the step's indexer keys, and return the slots of the rows selected for every token."""
-    turn: dict[str, Any] = {"rope_first": True, "interleaved": spec.interleaved}
-    k, size = apply_rope(indexer.k, step.positions, table, **turn), spec.block_size
+    _insert_keys(spec, indexer.k, table, cache, step)
+    turn, q, head_weights = _turn(spec), cast(Tensor, indexer.q), cast(Tensor, indexer.weights)
     if spec.indexer_layout == PlainLayout.tag:
-        insert_k_cache(k, cache, step.slot_mapping)
-        q = apply_rope(indexer.q, step.positions, table, **turn)
         # a common scale would not change the selection
-        query = IndexerQuery(q, indexer.weights.to(torch.float32))
+        query = IndexerQuery(apply_rope(q, step.positions, table, **turn), head_weights.float())
     else:
-        quantize_and_insert_indexer_k(k, cache, step.slot_mapping, block_size=size)
-        query = indexer_quantize_q(indexer.q, indexer.weights, step.positions, table, **turn)
+        query = indexer_quantize_q(q, head_weights, step.positions, table, **turn)
     impl = impl_for(INDEXER_PROVIDERS, spec.impl)
     by_size = impl == AUTO and spec.indexer_layout != PlainLayout.tag and cache.is_cuda
     impl = TRITON if by_size and spec.batch_invariant else impl
-    settings: dict[str, Any] = {"topk": spec.index_topk, "block_size": size, "impl": impl}
+    settings: dict[str, Any] = {"topk": spec.index_topk, "block_size": spec.block_size}
+    settings["impl"] = impl
     settings["layout"] = spec.indexer_layout
     if spec.ranks is not None:
         tokens = (step.decode_lens, step.req_indices, step.block_table)
@@ -173,14 +194,15 @@ def _check(
     """Raise errors that an op would otherwise raise after the insert."""
     checks = Checks("dsa_layer")
     check_layer(checks, spec, inputs, weights, MlaCache(cache.kv), step)
-    if step.prefill_start_loc is not None:
+    expands = step.prefill_start_loc is not None
+    if step.chunks is not None:
         raise checks.error(
             "step",
-            must="have the context 'absorbed'",
+            must="have the context 'absorbed', or no chunks",
             got="expanded contexts",
-            do="Build each step with the layer's own DsaSpec",
+            do="Build each step with the layer's own DsaSpec, or with max_chunks=0",
         )
-    if (indexer is None) == (slots is None):
+    if (indexer is None) == (slots is None) and not expands:
         raise checks.error(
             "slots",
             must="be given to a layer without an indexer, and to no other",
@@ -188,13 +210,15 @@ def _check(
             do="Pass indexer, or the slots that an earlier layer returned",
         )
     if indexer is None:
-        checks.tensor("slots", slots, torch.int32, "num_tokens", spec.index_topk)
+        if not expands:
+            checks.tensor("slots", slots, torch.int32, "num_tokens", spec.index_topk)
         return
     heads, width = spec.index_heads, spec.index_dim
-    checks.tensor("indexer.q", indexer.q, spec.dtype, "num_tokens", heads, width)
     checks.tensor("indexer.k", indexer.k, spec.dtype, "num_tokens", width)
-    floats = (torch.bfloat16, torch.float32)
-    checks.tensor("indexer.weights", indexer.weights, floats, "num_tokens", heads)
+    if not expands:
+        checks.tensor("indexer.q", indexer.q, spec.dtype, "num_tokens", heads, width)
+        floats = (torch.bfloat16, torch.float32)
+        checks.tensor("indexer.weights", indexer.weights, floats, "num_tokens", heads)
     layout = spec.index_cache_layout()
     keys: Any = cache.indexer
     checks.tensor("cache.indexer", keys, layout.storage_dtype, "num_blocks", *layout.shape(0)[1:])

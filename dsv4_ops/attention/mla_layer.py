@@ -88,13 +88,15 @@ def mla_layer(
     num_tokens, capacity = q.shape[0], step.decode_lens.shape[0]
     if num_tokens == 0:
         return q.new_zeros(0, spec.num_heads * spec.v_head_dim)
+    prefilled = attend_expanded(spec, q, inputs.kv_c, k_pe, weights, cache, step)
+    if step.counts is None:
+        return prefilled
     token = torch.arange(num_tokens, device=q.device)
     # indices, because a slice would make the graph compare capacity and num_tokens
     first = torch.arange(capacity, device=q.device).clamp(max=num_tokens - 1)
     decoded = attend_absorbed(spec, q.index_select(0, first), weights, cache, step)
     decoded = decoded.index_select(0, token.clamp(max=capacity - 1))
-    prefilled = attend_expanded(spec, q, inputs.kv_c, k_pe, weights, cache, step)
-    is_decode = token < cast(Tensor, step.counts)[2]
+    is_decode = token < step.counts[2]
     return torch.where(is_decode[:, None], decoded, prefilled)
 
 

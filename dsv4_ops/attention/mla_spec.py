@@ -34,7 +34,7 @@ FP8_QUERY = "fp8"
 """Value of ``MlaSpec.query`` for absorbed queries as e4m3 codes."""
 
 _DIMS = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-_SIZES = (*_DIMS, "block_size", "next_n", "max_decode_tokens", "workspace_rows")
+_SIZES = (*_DIMS, "block_size", "next_n", "workspace_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class MlaSpec:
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
         max_decode_tokens: With the context "chunked", maximum decode tokens per step; any extra
-            decode tokens are computed with the prefills.
+            decode tokens are computed with the prefills. 0 if no request has a context.
         workspace_rows: With "chunked", context rows per chunk; ``mla_workspace_rows`` suggests a
             number.
         max_chunks: With "chunked", maximum chunks per step; 0 if no request has a context.
@@ -101,7 +101,7 @@ class MlaSpec:
     def __post_init__(self) -> None:
         checks = Checks("MlaSpec")
         checks.at_least(1, **{name: getattr(self, name) for name in _SIZES})
-        checks.at_least(0, max_chunks=self.max_chunks)
+        checks.at_least(0, max_chunks=self.max_chunks, max_decode_tokens=self.max_decode_tokens)
         checks.above(0, softmax_scale=self.softmax_scale)
         checks.one_of("layout", self.layout, *MLA_LAYOUTS, belongs_to="the cache has")
         checks.one_of("context", self.context, *CONTEXTS, belongs_to="prefills shall have")

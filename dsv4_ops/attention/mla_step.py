@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ class MlaStep:
     Rows of padding tokens have defined values too.
 
     With the context "absorbed", every token counts as a decode token: max_decode_tokens is
-    num_tokens, and the fields from ``counts`` to ``chunk_rows`` are None.
+    num_tokens, and the fields from ``counts`` to ``chunk_rows`` are None. If max_decode_tokens of
+    the spec is 0, no token counts as a decode token: layers do not read the fields of decode
+    tokens, and ``counts`` is None.
 
     Attributes:
         req_indices: Request of the token, [num_tokens], int32; -1 for padding.
@@ -196,6 +199,8 @@ def _with_prefills(
     spec: MlaSpec, step: MlaStep, query_start_loc: Tensor, seq_lens: Tensor
 ) -> MlaStep:
     """Separate the decodes, and plan the chunks of the other requests' contexts."""
+    if spec.max_decode_tokens == 0:
+        return _with_chunks(spec, replace(step, prefill_start_loc=query_start_loc), seq_lens)
     num_tokens = step.positions.shape[0]
     counts = split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n)
     num_decode_tokens = counts[2].clamp(max=spec.max_decode_tokens)
@@ -208,35 +213,36 @@ def _with_prefills(
         lens, requests = lens.index_select(0, first), requests.index_select(0, first)
     else:
         lens, requests = (each.new_zeros(spec.max_decode_tokens) for each in (lens, requests))
-    prefill_start_loc = torch.maximum(query_start_loc, num_decode_tokens)
-    chunks = chunk_slots = chunk_rows = None
-    if spec.max_chunks:
-        prefill_lens = prefill_start_loc.diff()
-        context = torch.where(prefill_lens > 0, seq_lens - prefill_lens, 0).clamp(min=0)
-        chunks = context_chunks(
-            context,
-            workspace_rows=spec.workspace_rows,
-            max_chunks=spec.max_chunks,
-            chunk_plan=spec.chunk_plan,
-            block_size=spec.block_size,
-            cp_world_size=spec.cp_world_size,
-            cp_interleave=spec.cp_interleave,
-        )
-        chunk_slots = _chunk_slots(spec, chunks, step.block_table)
-        if spec.cp_world_size > 1:
-            chunk_rows = _chunk_rows(spec, chunks)
     several = spec.next_n > 1
-    return replace(
+    step = replace(
         step,
         decode_lens=torch.where(is_decode, lens, 0),
         decode_req_indices=torch.where(is_decode, requests, ABSENT),
         decode_start_loc=torch.minimum(query_start_loc, num_decode_tokens) if several else None,
         counts=torch.cat((counts[:2], num_decode_tokens[None], counts[3:])),
-        prefill_start_loc=prefill_start_loc,
-        chunks=chunks,
-        chunk_slots=chunk_slots,
-        chunk_rows=chunk_rows,
+        prefill_start_loc=torch.maximum(query_start_loc, num_decode_tokens),
     )
+    return _with_chunks(spec, step, seq_lens)
+
+
+def _with_chunks(spec: MlaSpec, step: MlaStep, seq_lens: Tensor) -> MlaStep:
+    """Plan the chunks of the contexts of prefills."""
+    if not spec.max_chunks:
+        return step
+    prefill_lens = cast(Tensor, step.prefill_start_loc).diff()
+    context = torch.where(prefill_lens > 0, seq_lens - prefill_lens, 0).clamp(min=0)
+    chunks = context_chunks(
+        context,
+        workspace_rows=spec.workspace_rows,
+        max_chunks=spec.max_chunks,
+        chunk_plan=spec.chunk_plan,
+        block_size=spec.block_size,
+        cp_world_size=spec.cp_world_size,
+        cp_interleave=spec.cp_interleave,
+    )
+    slots = _chunk_slots(spec, chunks, step.block_table)
+    rows = _chunk_rows(spec, chunks) if spec.cp_world_size > 1 else None
+    return replace(step, chunks=chunks, chunk_slots=slots, chunk_rows=rows)
 
 
 def _chunk_slots(spec: MlaSpec, chunks: ContextChunks, block_table: Tensor) -> Tensor:

@@ -180,14 +180,15 @@ class IndexerInputs:
     """Projection outputs of the indexer of ``dsa_layer``, one row per token.
 
     Attributes:
-        q: Queries before RoPE, [num_tokens, index_heads, 128], in the spec's dtype.
+        q: Queries before RoPE, [num_tokens, index_heads, 128], in the spec's dtype. None if the
+            step selects no rows (``dsa_layer``).
         k: Keys after their norm, before RoPE, [num_tokens, 128], in the spec's dtype.
-        weights: Head weights, [num_tokens, index_heads], bfloat16 or float32.
+        weights: Head weights, [num_tokens, index_heads], bfloat16 or float32. None if q is None.
     """
 
-    q: Tensor
+    q: Tensor | None
     k: Tensor
-    weights: Tensor
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -231,11 +232,11 @@ class DsaAttention(NamedTuple):
     Attributes:
         out: Input of the output projection, [num_tokens, num_heads * v_head_dim].
         slots: Slots of the rows that each token attended to, [num_tokens, index_topk], int32; -1
-            after the last row.
+            after the last row. None if the step selects no rows.
     """
 
     out: Tensor
-    slots: Tensor
+    slots: Tensor | None
 
 
 _CLASSES = (

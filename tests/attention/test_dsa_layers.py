@@ -83,6 +83,25 @@ def test_a_layer_without_an_indexer_attends_to_the_slots_it_is_given():
     assert not torch.equal(others().out, want.out)
 
 
+def test_expanded_keys_of_a_first_chunk_are_all_rows():
+    """The layer writes the same rows and keys, and returns no slots."""
+    spec = replace(SPEC, index_topk=TOKENS)
+    want, cache = call_of(spec, padding=1)
+    want = want()
+    expands = replace(spec, context="chunked", max_chunks=0, max_decode_tokens=0)
+    call, mine = call_of(expands, padding=1)
+    weights = call.keywords["weights"]
+    up = torch.cat((weights.w_uk_t.mT, weights.w_uv), 2).transpose(0, 1)  # latent, head, values
+    weights = replace(weights, w_kv_b=up.flatten(1).T.contiguous())
+    keys = IndexerInputs(None, call.keywords["indexer"].k)
+    for given in (keys, call.keywords["indexer"]):
+        found = call(weights=weights, indexer=given)
+        torch.testing.assert_close(found.out, want.out)
+        assert found.slots is None
+        assert torch.equal(mine.kv, cache.kv)
+        assert torch.equal(mine.indexer, cache.indexer)
+
+
 def test_backward_is_refused():
     call, _ = call_of(SPEC)
     inputs = replace(call.keywords["inputs"], kv_c=sampled(TOKENS, RANK).requires_grad_())
@@ -111,7 +130,7 @@ def test_wrong_calls_are_refused_before_anything_is_written():
         ({"cache": replace(cache, indexer=None)},
          "cache.indexer must be a tensor, got NoneType"),
         ({"step": chunked, "weights": weights},
-         "step must have the context 'absorbed', got expanded contexts"),
+         "step must have the context 'absorbed', or no chunks, got expanded contexts"),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=f"^dsa_layer: {message}"):
             call(**changed)

@@ -98,8 +98,10 @@ def test_variants_with_absorbed_contexts(name):
 def test_contexts_are_absorbed_below_the_break_even():
     """This model breaks even at 64 tokens per request: fewer run one kernel, 64 or more expand."""
     assert reference().dsv4_ops_spec.layers.break_even == 64
-    for length, expanded in ((63, False), (64, True)):
-        names = called_by(lambda n=length: reference()(tokens()[:1, :n], cache=new_cache()))
+    cache = new_cache(max_cache_len=200)
+    for length, expanded in ((1, False), (63, False), (64, True)):
+        ids = tokens()[:1, :length]
+        names = called_by(lambda ids=ids: reference()(ids, cache=cache))
         assert ("mla_prefill" in names) == expanded
         assert ("context_chunks" in names) == expanded
         assert "mla_insert_kv" in names

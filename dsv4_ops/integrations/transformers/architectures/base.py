@@ -113,12 +113,14 @@ class StepTokens:
         num_reqs: Number of requests of the step, including padding requests.
         requests: A function that returns the requests of the step, for families that need the
             requests.
+        has_context: See ``prefill_step``.
     """
 
     tokens: TokenMap
     ends: Tensor
     num_reqs: int
     requests: Callable[[], Requests]
+    has_context: bool = True
 
 
 @dataclass(frozen=True)
@@ -290,8 +292,14 @@ class ModelSpec(ABC):
         """
 
     @abstractmethod
-    def most_tokens(self, cache: CacheTensors) -> int:
-        """Return the maximum tokens of a request in one step."""
+    def most_tokens(self, cache: CacheTensors, has_context: bool = True) -> int:
+        """Return the maximum tokens of a request in one step. For ``has_context``, see
+        ``prefill_step``."""
+
+    def may_skip_contexts(self, cache: CacheTensors, longest: int) -> bool:
+        """Whether ``prefill_step(has_context=False)`` is faster, and allows requests of up to
+        ``longest`` tokens."""
+        return False
 
     @abstractmethod
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:

@@ -96,6 +96,17 @@ def check_batch(
             raise unknown_id(op, "batch.tokens", ids, vocab_size)
 
 
+def check_first(op: str, batch: StepBatch, most: int) -> None:
+    """Raise if a request has a context, or has more than ``most`` tokens. The check reads values
+    of tensors."""
+    counts = batch.query_start_loc.diff().tolist()
+    for request, (count, length) in enumerate(zip(counts, batch.seq_lens.tolist(), strict=True)):
+        if count and (length > count or count > most):
+            of_request = f"{count} new tokens of {length} in request {request}"
+            rule = f"be True, unless every request begins in this step, with at most {most} tokens"
+            raise argument_error(op, "has_context", must=rule, got=of_request, do="Leave it out")
+
+
 def unknown_id(op: str, name: str, ids: Tensor, vocab_size: int) -> Exception:
     """Return the error for ``ids`` outside of the vocabulary."""
     return argument_error(

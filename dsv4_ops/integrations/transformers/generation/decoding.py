@@ -428,12 +428,14 @@ def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
     num_tokens = min(call.prompts.numel(), cache.max_chunk * rows)
     if keeps:
         num_tokens, rows = bucket(num_tokens), min(rounded(rows, 1), cache.max_batch_size)
+    skips = model.dsv4_ops_spec.may_skip_contexts(cache.tensors, call.prompts.shape[1])
+    first = {"has_context": False} if skips else {}
     prefills: DryRuns = getattr(model, STEPS).prefills
-    prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
+    prefills.request_kernels(model, cache.tensors, num_tokens, rows, first)
     if not step.parts and cache.device.type == "cuda":
         with _decoding(model):  # compiled layers depend on settings that ``_decoding`` changes
             _whole(step)(padding(rows, rows, cache.device), cache.tensors)
-        prefills.request_others(model, cache.tensors, {})
+        prefills.request_others(model, cache.tensors, first)
     return step
 
 

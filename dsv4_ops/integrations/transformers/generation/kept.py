@@ -87,6 +87,7 @@ class KeptStep:
         cache: The cache.
         rows: Maximum number of texts; the other requests of the step are padding.
         tokens: Maximum tokens of a prefill batch; None for a decode.
+        has_context: See ``prefill_step``; read for a prefill.
         pool: Memory pool of the graph.
         any_rows: Whether a batch may use any rows of the cache. Otherwise, request r uses row r.
         ranks: The ranks that share the cache, all of which run the step.
@@ -98,6 +99,7 @@ class KeptStep:
         cache: CacheTensors,
         rows: int,
         tokens: int | None,
+        has_context: bool,
         pool: Any,
         any_rows: bool = False,
         ranks: ContextParallel | None = None,
@@ -116,6 +118,7 @@ class KeptStep:
             self._options = {"state_rings": False}
         else:  # a prefill may have fewer tokens; tokens after the last text are padding
             self._inputs += ("query_start_loc",)
+            self._options = {"has_context": has_context}
         self._form: Any = None
         self._logits: Tensor | None = None
         self._calls, self._begins = 0, True
@@ -203,17 +206,23 @@ class KeptSteps:
         self.pools: dict[bool, Any] = {}
         self._steps: dict[Any, KeptStep] = {}
 
-    def of(self, step: CompiledStep | EagerStep, rows: int, tokens: int | None) -> KeptStep:
-        """Return the step of these sizes. For ``tokens``, see ``KeptStep``."""
-        key = step, rows, tokens
+    def of(
+        self,
+        step: CompiledStep | EagerStep,
+        rows: int,
+        tokens: int | None,
+        has_context: bool = True,
+    ) -> KeptStep:
+        """Return the step of these sizes. For ``tokens`` and ``has_context``, see ``KeptStep``."""
+        key = step, rows, tokens, has_context
         found = self._steps.pop(key, None)
         if found is None:
             decodes = tokens is None
             if decodes not in self.pools:
                 self.pools[decodes] = pool_of(self.cache.device)
             pool, ranks = self.pools[decodes], self.cache.spec.parallel
-            tensors = self.cache.tensors
-            found = KeptStep(step, tensors, rows, tokens, pool, self.any_rows, ranks)
+            sizes = self.cache.tensors, rows, tokens, has_context
+            found = KeptStep(step, *sizes, pool, self.any_rows, ranks)
         self._steps[key] = found
         if len(self._steps) > self.most:
             del self._steps[next(iter(self._steps))]
@@ -261,12 +270,16 @@ class KeptCache:
         self.steps = KeptSteps(self.cache, MOST_GRAPHS)
 
     def step(
-        self, step: CompiledStep | EagerStep, rows: int, tokens: int | None = None
+        self,
+        step: CompiledStep | EagerStep,
+        rows: int,
+        tokens: int | None = None,
+        has_context: bool = True,
     ) -> KeptStep:
-        """Return a step of at least ``rows`` texts for a new call of ``generate``. For ``tokens``,
-        see ``KeptStep``."""
+        """Return a step of at least ``rows`` texts for a new call of ``generate``. For ``tokens``
+        and ``has_context``, see ``KeptStep``."""
         rows = min(rounded(rows, 1), self.cache.max_batch_size)
-        found = self.steps.of(step, rows, tokens)
+        found = self.steps.of(step, rows, tokens, has_context)
         found.begin()
         return found
 

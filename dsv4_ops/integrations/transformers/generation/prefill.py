@@ -77,16 +77,17 @@ def prefilled(
         return None
     prompts = [row[is_token] for row, is_token in zip(ids.to(torch.int64), mask != 0, strict=True)]
     most = min(config.prefill_chunk_size or cache.chunk, cache.chunk)
-    batches = [batch for batch, _ in chunks(prompts, most, paged.device)]
-    if max(len(batch.tokens) for batch in batches) > kept.MOST_TOKENS:
+    batches = list(chunks(prompts, most, paged.device))
+    if max(len(batch.tokens) for batch, _ in batches) > kept.MOST_TOKENS:
         return None
-    steps: dict[int, KeptStep] = {}
+    steps: dict[tuple[int, bool], KeptStep] = {}
+    skips = model.dsv4_ops_spec.may_skip_contexts(paged.tensors, max(batches[0][1]))
     try:
-        for batch in batches:
-            tokens = bucket(len(batch.tokens))
-            if tokens not in steps:
-                steps[tokens] = cache.step(step, len(ids), tokens)
-            logits = steps[tokens](batch, paged.tensors)
+        for number, (batch, _) in enumerate(batches):
+            key = bucket(len(batch.tokens)), number > 0 or not skips
+            if key not in steps:
+                steps[key] = cache.step(step, len(ids), *key)
+            logits = steps[key](batch, paged.tensors)
     except (torch.OutOfMemoryError, kept.NoGraph) as error:
         steps.clear()  # graphs need more memory than eager steps
         if paged.spec.parallel is not None and not isinstance(error, kept.NoGraph):

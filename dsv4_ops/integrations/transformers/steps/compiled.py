@@ -599,7 +599,7 @@ def _form(leaf: Any) -> Any:
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
     """Raise if a name is no keyword argument of the step, or if a value is not a bool."""
-    names = ("state_rings",) if op == decode_step.__name__ else ()
+    names = ("state_rings",) if op == decode_step.__name__ else ("has_context",)
     for name, value in options.items():
         if name not in names:
             raise argument_error(

@@ -32,10 +32,13 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 _log = logging.getLogger(__name__)
 
-PARTS = {decode_step: decode, prefill_step: prefill}
+PARTS: dict[Callable[..., Any], Callable[..., Any]] = {decode_step: decode, prefill_step: prefill}
 """For each step, the function that runs the step in parts."""
 
-OTHERS = {decode_step: (1, 8, 16, 32), prefill_step: (1, 128, 512, 2048, 8192)}
+OTHERS: dict[Callable[..., Any], tuple[int, ...]] = {
+    decode_step: (1, 8, 16, 32),
+    prefill_step: (1, 128, 512, 1024, 2048, 8192),
+}
 """For each step, the numbers of tokens for which workers compile kernels during the first step.
 Steps with other numbers of tokens need few more kernels."""
 

@@ -119,7 +119,12 @@ def padded_step(
     if ids is not None:
         exists = in_vocabulary(ids, vocab_size) | ~valid
         is_stored = is_stored & _to_columns(exists, columns).flatten()
-    if may_wait(before) and bool(is_token.sum() > is_stored.sum()):
+    is_lost, has_context = False, True
+    if may_wait(before):
+        lost = is_token.sum() > is_stored.sum()
+        is_lost, has_context = torch.stack((lost, (first > 0).any())).tolist()
+        has_context = has_context or not spec.may_skip_contexts(cache.tensors, length)
+    if is_lost:
         num_lost = valid.sum(1) - positions.ge(0).sum(1)
         wrong = None if ids is None else ids[valid & ~in_vocabulary(ids, vocab_size)]
         if wrong is not None and wrong.numel():
@@ -134,7 +139,8 @@ def padded_step(
         return _requests(shape, positions, rows)
 
     schedule = "decode" if length == 1 else "prefill"
-    step = spec.build_step(StepTokens(tokens, ends, batch, requests), cache.tensors, schedule)
+    step_tokens = StepTokens(tokens, ends, batch, requests, has_context)
+    step = spec.build_step(step_tokens, cache.tensors, schedule)
     return PaddedStep(step, columns)
 
 

@@ -24,6 +24,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
 )
 from dsv4_ops.integrations.transformers.cache.dropped_tokens import (
     check_batch,
+    check_first,
     count_dropped,
     storable,
     values_are_free,
@@ -101,7 +102,9 @@ def decode(
 
 
 @torch.no_grad()
-def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache) -> Tensor:
+def prefill_step(
+    model: Any, batch: StepBatch, cache: CacheTensors | PagedCache, *, has_context: bool = True
+) -> Tensor:
     """Compute the logits of every request's last token, for any mix of prefills and decodes.
 
     Args:
@@ -109,6 +112,11 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
         batch: The step, with at most ``max_chunk`` tokens per request. If a request has more
             tokens, the step drops the first tokens of the request.
         cache: See ``decode_step``.
+        has_context: Whether a request may have tokens in the cache before this step. If no request
+            has any, pass False to save time: DeepSeek-V3 then expands no context, and DeepSeek-V3.2
+            attends to all keys without its indexer, so a request of V3.2 may have at most
+            ``index_topk`` tokens. Such a step drops tokens of other requests, and tokens after
+            ``index_topk``.
 
     Returns:
         [num_reqs, vocab_size]. Rows of requests without tokens are undefined. The last norm and the
@@ -121,7 +129,7 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
 
     Compile: see ``decode_step``. ``export_prefill`` makes a package for any number of tokens.
     """
-    return prefill(model, batch, cache)
+    return prefill(model, batch, cache, has_context=has_context)
 
 
 def prefill(
@@ -129,11 +137,14 @@ def prefill(
     batch: StepBatch,
     cache: CacheTensors | PagedCache,
     *,
+    has_context: bool = True,
     run: Runner = run_part,
     shared: bool = False,
 ) -> Tensor:
     """Run ``prefill_step`` in parts. ``run`` runs each part. For ``shared``, see ``decode``."""
-    hidden = _run("prefill_step", model, batch, cache, "prefill", True, run, shared, last=True)
+    op = "prefill_step"
+    Checks(op).flag("has_context", has_context)
+    hidden = _run(op, model, batch, cache, "prefill", True, run, shared, has_context, last=True)
     return run("head", model.lm_head, hidden)
 
 
@@ -146,18 +157,20 @@ def _run(
     state_rings: bool,
     run: Runner,
     shared: bool,
+    has_context: bool = True,
     last: bool = False,
 ) -> Tensor:
     """Return the hidden states of all tokens, or of every request's last token if ``last``."""
     Checks(op).flag("state_rings", state_rings)
-    spec, cache = checked(op, model, batch, paged, shared)
+    spec, cache = checked(op, model, batch, paged, shared, has_context)
     num_tokens = batch.tokens.shape[0]
     if num_tokens == 0 or batch.rows.shape[0] == 0:
         starts = batch.query_start_loc
         cache.dropped.add_((starts[1:] - starts[:-1]).clamp(min=0).sum())
         count = batch.seq_lens.shape[0] if last else num_tokens
         return starts.new_zeros(count, model.config.hidden_size, dtype=spec.dtype)
-    step = run("metadata", build_step, spec, batch, cache, schedule, model.config.vocab_size)
+    vocab_size = model.config.vocab_size
+    step = run("metadata", build_step, spec, batch, cache, schedule, vocab_size, has_context)
     output_tokens = (batch.query_start_loc[1:] - 1).clamp(0, num_tokens - 1) if last else None
     with_step = StepRun(step, cache, schedule, state_rings, run, output_tokens)
     return run_layers(model.model, spec, batch.tokens, None, with_step)
@@ -169,9 +182,10 @@ def checked(
     batch: StepBatch,
     paged: CacheTensors | PagedCache,
     shared: bool = False,
+    has_context: bool = True,
 ) -> tuple[ModelSpec, CacheTensors]:
     """Raise if a step cannot run, before it writes anything; return the model's spec and the
-    cache's tensors. For ``shared``, see ``decode``."""
+    cache's tensors. For ``shared``, see ``decode``; for ``has_context``, ``prefill_step``."""
     spec = spec_of(op, model)
     cache = tensors_of(op, paged)
     check_tensors(op, batch, cache)
@@ -183,6 +197,8 @@ def checked(
     if values_are_free(*of_batch, cache.tables.pool):
         sizes = (spec.block_tokens, spec.most_tokens(cache))
         check_batch(op, batch, cache, model.config.vocab_size, sizes)
+        if not has_context:
+            check_first(op, batch, spec.most_tokens(cache, has_context))
         if spec.parallel is not None:
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
             spec.parallel.agree(op, "batch", cache.device, **shapes)
@@ -197,10 +213,15 @@ def check_model(op: str, model: Any, device: torch.device) -> None:
 
 
 def build_step(
-    spec: ModelSpec, batch: StepBatch, cache: CacheTensors, schedule: str, vocab_size: int
+    spec: ModelSpec,
+    batch: StepBatch,
+    cache: CacheTensors,
+    schedule: str,
+    vocab_size: int,
+    has_context: bool = True,
 ) -> Any:
     """Build the data that all layers of a step share; store lengths, and count dropped tokens."""
-    step_tokens, counts = tokens_of(batch, cache, cache.seq_lens)
+    step_tokens, counts = tokens_of(batch, cache, cache.seq_lens, has_context)
     requests = step_tokens.requests()
     of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=counts.device)[:, None]
     ends, first = (
@@ -299,7 +320,10 @@ def _named(fingerprint: str) -> dict[str, str]:
 
 
 def tokens_of(
-    batch: StepBatch, cache: CacheTensors, row_lengths: Tensor | None = None
+    batch: StepBatch,
+    cache: CacheTensors,
+    row_lengths: Tensor | None = None,
+    has_context: bool = True,
 ) -> tuple[StepTokens, Tensor]:
     """Map a batch's tokens to cache rows.
 
@@ -308,6 +332,7 @@ def tokens_of(
         cache: The caches.
         row_lengths: Length of every row. A request that starts beyond the length of its row becomes
             padding. None skips this check.
+        has_context: See ``prefill_step``. If False, requests with a context become padding.
 
     Returns:
         The tokens of the step, and the number of tokens that ``query_start_loc`` gives each
@@ -325,6 +350,8 @@ def tokens_of(
     if row_lengths is not None:
         row_lens = row_lengths.index_select(0, owner.clamp(min=0))
         owner = torch.where(batch.seq_lens - counts > row_lens, -1, owner)
+    if not has_context:
+        owner = torch.where(batch.seq_lens > counts, -1, owner)
     by_token = token_map(starts, batch.seq_lens, num_tokens=batch.tokens.shape[0])
     request = by_token.req_indices.clamp(min=0)
     row = owner.index_select(0, request)
@@ -337,7 +364,8 @@ def tokens_of(
         lens = torch.where(owner >= 0, batch.seq_lens, 0)
         return Requests(starts, lens, owner, by_token.req_indices)
 
-    step_tokens = StepTokens(TokenMap(rows, positions), ends, request_rows.shape[0], requests)
+    num_reqs, tokens = request_rows.shape[0], TokenMap(rows, positions)
+    step_tokens = StepTokens(tokens, ends, num_reqs, requests, has_context)
     return step_tokens, torch.where(live, counts, 0)
 
 

@@ -243,12 +243,12 @@ class MlaModelSpec(ModelSpec):
         # this comparison adds no guard for a symbolic size
         if statically_known_true(num_tokens <= step.num_reqs):
             return mla_step_of_tokens(self.layers, step.tokens, table, cp_rank=rank)
-        absorbed = schedule == "decode" or self.absorbs(cache, num_tokens, step.num_reqs)
+        absorbed = schedule == "decode" or self.absorbs(cache, step)
         requests = step.requests()
         is_stored = step.tokens.positions >= 0
         owned = table.index_select(0, requests.rows.clamp(min=0))
         return mla_step_of_tokens(
-            self.layers if absorbed else self.chunked(cache, step.num_reqs),
+            self.layers if absorbed else self.expanding(cache, step),
             TokenMap(torch.where(is_stored, requests.indices, -1), step.tokens.positions),
             torch.where(requests.rows[:, None] >= 0, owned, -1),
             requests.query_start_loc,
@@ -256,12 +256,16 @@ class MlaModelSpec(ModelSpec):
             rank,
         )
 
-    def absorbs(self, cache: CacheTensors, num_tokens: int, num_reqs: int) -> bool:
-        """Whether the prefills of a step attend to latents instead of expanded contexts."""
-        return statically_known_true(num_tokens < self.layers.break_even * num_reqs)
+    def absorbs(self, cache: CacheTensors, step: StepTokens) -> bool:
+        """Whether the prefills of a step attend to latents instead of expanded keys and values."""
+        num_tokens = step.tokens.positions.shape[0]
+        return statically_known_true(num_tokens < self.layers.break_even * step.num_reqs)
 
-    def chunked(self, cache: CacheTensors, num_reqs: int) -> MlaSpec:
-        """Return the spec of a step that expands the latents of its contexts to keys and values."""
+    def expanding(self, cache: CacheTensors, step: StepTokens) -> MlaSpec:
+        """Return the spec of a step that expands latents to keys and values."""
+        num_reqs = step.num_reqs
+        if not step.has_context:
+            return replace(self.layers, context="chunked", max_decode_tokens=0, max_chunks=0)
         size, num_rows = self.layers.block_tokens, cache.num_rows
         longest = cache.rope.num_positions
         # rows share no blocks, so all contexts together fit into the cache
@@ -285,8 +289,11 @@ class MlaModelSpec(ModelSpec):
             max_chunks=chunks,
         )
 
-    def most_tokens(self, cache: CacheTensors) -> int:
+    def most_tokens(self, cache: CacheTensors, has_context: bool = True) -> int:
         return cache.tables.blocks.shape[1] * self.block_tokens
+
+    def may_skip_contexts(self, cache: CacheTensors, longest: int) -> bool:
+        return longest <= self.most_tokens(cache, has_context=False)
 
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
         return torch.ones_like(first, dtype=torch.bool)  # steps overwrite no latents

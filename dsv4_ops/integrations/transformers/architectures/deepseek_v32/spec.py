@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,17 +14,20 @@ from dsv4_ops.attention import (
     DsaSpec,
     IndexerInputs,
     MlaCache,
+    MlaStep,
     dsa_layer,
     mla_layer,
 )
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import IndexerLayout, MlaDsFp8Layout, PlainLayout
+from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.architectures.base import (
     WITHOUT_MASKS,
     Execution,
     LayerContext,
     StepRun,
+    StepTokens,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec import MlaModelSpec, normed
 from dsv4_ops.integrations.transformers.modules.replacement import (
@@ -152,9 +155,24 @@ class DsaModelSpec(MlaModelSpec):
 
     # A step
 
-    def absorbs(self, cache: CacheTensors, num_tokens: int, num_reqs: int) -> bool:
-        expands = self.is_dense(cache.rope.table) and self.layers.expands
-        return not expands or super().absorbs(cache, num_tokens, num_reqs)
+    def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
+        if not step.has_context and self.layers.expands:  # drop tokens that would select rows
+            fits = step.tokens.positions < self.layers.index_topk
+            tokens = TokenMap(*(torch.where(fits, each, -1) for each in step.tokens))
+            step = replace(step, tokens=tokens)
+        return super().build_step(step, cache, schedule)
+
+    def absorbs(self, cache: CacheTensors, step: StepTokens) -> bool:
+        attends_to_all = self.is_dense(cache.rope.table) or not step.has_context
+        return not (attends_to_all and self.layers.expands) or super().absorbs(cache, step)
+
+    def most_tokens(self, cache: CacheTensors, has_context: bool = True) -> int:
+        most = super().most_tokens(cache)
+        selects = has_context or not self.layers.expands
+        return most if selects else min(most, self.layers.index_topk)
+
+    def may_skip_contexts(self, cache: CacheTensors, longest: int) -> bool:
+        return self.layers.expands and super().may_skip_contexts(cache, longest)
 
     def is_dense(self, rope: Tensor) -> bool:
         """Whether a cache with this RoPE table stores at most ``index_topk`` tokens per request.
@@ -195,18 +213,24 @@ class DsaModelSpec(MlaModelSpec):
         else:
             indexer = None
             if module.indexer is not None:
-                indexer = self._indexer_inputs(module.indexer, x, residual)
+                selects = step.prefill_start_loc is None
+                indexer = self._indexer_inputs(module.indexer, x, residual, selects)
             attended, slots = dsa_layer(self.layers, inputs, weights, caches, step, indexer, slots)
         outputs = (self.output(module, attended, hidden), None)
         return (*outputs, slots) if self.passes_selection else outputs
 
-    def _indexer_inputs(self, indexer: Any, x: Tensor, residual: Tensor) -> IndexerInputs:
-        """Return the projections of an indexer for tokens [num_tokens, hidden_size]."""
+    def _indexer_inputs(
+        self, indexer: Any, x: Tensor, residual: Tensor, selects: bool
+    ) -> IndexerInputs:
+        """Return the projections of an indexer for tokens [num_tokens, hidden_size]; only keys if
+        the step selects no rows."""
         spec = self.layers
+        k = indexer.k_norm(indexer.wk(x)).to(spec.dtype)
+        if not selects:
+            return IndexerInputs(None, k)
         q = indexer.wq_b(residual).unflatten(-1, (spec.index_heads, spec.index_dim))
-        k = indexer.k_norm(indexer.wk(x))
         weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))
-        return IndexerInputs(q.to(spec.dtype), k.to(spec.dtype), weights.to(torch.float32))
+        return IndexerInputs(q.to(spec.dtype), k, weights.to(torch.float32))
 
     def check_model(self, op: str, model: Any) -> None:
         super().check_model(op, model)

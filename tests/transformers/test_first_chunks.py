@@ -1,0 +1,101 @@
+"""``prefill_step(has_context=False)``: steps in which every request begins."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from dsv4_ops.attention import MlaSpec
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+from tests.helpers import Called
+from tests.support.hf_models import Engine, text
+from tests.transformers.test_deepseek_v32 import (
+    CLOSE,
+    EXACT,
+    FAMILIES,
+    TOPK,
+    expected,
+    new_cache,
+    reference,
+    tokens,
+)
+
+FIRST = partial(v4.prefill_step, has_context=False)
+WITH_CONTEXT = {"context_chunks", "mla_gather_kv", "mla_decode", "mla_sparse", "indexer_select"}
+
+
+@pytest.fixture(autouse=True)
+def _expands(monkeypatch):
+    """Let prefills of any size expand keys and values."""
+    monkeypatch.setattr(MlaSpec, "break_even", 0)
+
+
+def compiled(model):
+    """Return a step for all sizes, which knows that requests begin, but no number of tokens."""
+    step = v4.compile_step(model, v4.prefill_step, mode="regional", dynamic=True, backend="eager")
+    return lambda _, *given: step(*given, has_context=False)
+
+
+@pytest.mark.parametrize("family", ["V3", *FAMILIES])
+def test_no_context_is_read(family):
+    """Later steps find the keys of the indexer in the cache, and select among them."""
+    model, called = reference(family), Called()
+    for step, calls in ((FIRST, called), (compiled(model), nullcontext())):
+        engine = Engine(model, new_cache(model), tokens())
+        with calls:
+            engine.prefill({0: 12, 1: 1, 2: TOPK}, padding=2, step=step)
+        engine.prefill({0: 30, 2: 9})
+        engine.decode({0: 1, 1: 2, 2: 1})
+        assert engine.worst(expected(family)) < CLOSE
+    assert "mla_prefill" in called.names
+    assert WITH_CONTEXT.isdisjoint(called.names)
+
+
+@pytest.mark.parametrize("family", ["V3", *FAMILIES])
+def test_hugging_faces_first_call_reads_no_context(family):
+    model = reference(family)
+    for length, reads in ((TOPK, False), (TOPK + 1, family != "V3")):
+        with Called() as called:
+            got = model(tokens()[:, :length], cache=new_cache(model)).logits
+        torch.testing.assert_close(got, expected(family)[:, :length], rtol=0, atol=CLOSE)
+        assert WITH_CONTEXT.isdisjoint(called.names) != reads
+
+
+def test_v4_runs_the_same_ops():
+    model = v4.patch(small_model(), **EXACT)
+    found = []
+    for step in (FIRST, v4.prefill_step):
+        engine = Engine(model, new_cache(model), text())
+        engine.prefill({0: 40, 1: 9}, step=step)
+        found.append(engine.logits)
+    assert [torch.equal(found[0][each][at], found[1][each][at]) for each, at in ((0, 39), (1, 8))]
+
+
+@pytest.mark.parametrize(
+    ("family", "counts", "got"),
+    [
+        ("V3.2", {0: 3}, "3 new tokens of 15 in request 0"),
+        ("V3.2", {1: 2, 2: TOPK + 2}, "18 new tokens of 18 in request 1"),
+        ("V3", {0: 3}, "3 new tokens of 15 in request 0"),
+    ],
+)
+def test_tokens_that_need_a_context_are_refused_or_dropped(family, counts, got):
+    """On a CPU, eager calls raise; graphs drop the tokens, and other tokens are not affected."""
+    model = reference(family)
+    engine = Engine(model, new_cache(model), tokens())
+    engine.prefill({0: 12}, step=FIRST)
+    rows = engine.cache.tensors.layers[0].kv.clone()
+    with pytest.raises(ValueError, match=f"^prefill_step: has_context must be True, .* got {got}"):
+        engine.prefill(counts, step=FIRST)
+    assert torch.equal(engine.cache.tensors.layers[0].kv, rows)
+    engine.prefill(counts, step=torch.compile(FIRST, fullgraph=True, backend="eager"))
+    assert int(engine.cache.tensors.dropped) == (2 if 2 in counts else 3)
+    if 1 in counts:
+        torch.testing.assert_close(engine.logits[1][1], expected(family)[1, 1], rtol=0, atol=CLOSE)
+
+
+def test_has_context_is_a_bool():
+    with pytest.raises(TypeError, match=r"^prefill_step: has_context must be a bool"):
+        v4.prefill_step(reference("V3"), None, None, has_context=1)
