@@ -8,6 +8,7 @@ import torch
 
 from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.steps import export
 from dsv4_ops.testing.models import small_model
 from tests.helpers import Called
 from tests.support.hf_models import Engine, text
@@ -94,6 +95,24 @@ def test_tokens_that_need_a_context_are_refused_or_dropped(family, counts, got):
     assert int(engine.cache.tensors.dropped) == (2 if 2 in counts else 3)
     if 1 in counts:
         torch.testing.assert_close(engine.logits[1][1], expected(family)[1, 1], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("family", ["V3", "V3.2"])
+def test_a_program_of_first_chunks(family):
+    model, cache = reference(family), new_cache(reference(family))
+    inputs = v4.decode_inputs(export.padding_batch(cache, 2, 5), cache)
+    program = torch.export.export(
+        export.PrefillModule(model, cache, has_context=False), inputs,
+        dynamic_shapes=export.prefill_shapes(inputs, 40), strict=False,
+    ).module()  # fmt: skip
+    engine = Engine(model, cache, tokens())
+    for counts in ({0: 12, 1: 3}, {2: 9}):
+        engine.prefill(
+            counts,
+            padding=2 - len(counts),
+            step=lambda _, batch, __: program(*v4.decode_inputs(batch, cache)),
+        )
+    assert engine.worst(expected(family)) < CLOSE
 
 
 def test_has_context_is_a_bool():

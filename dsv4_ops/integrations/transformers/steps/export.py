@@ -75,9 +75,13 @@ class DecodeModule(nn.Module):
 class PrefillModule(DecodeModule):
     """A module that runs ``prefill_step`` on a flat list of tensors."""
 
+    def __init__(self, model: Any, cache: PagedCache, *, has_context: bool = True) -> None:
+        super().__init__(model, cache)
+        self.has_context = has_context
+
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
         """Run the step of this module."""
-        return prefill_step(self.model, batch, cache)
+        return prefill_step(self.model, batch, cache, has_context=self.has_context)
 
 
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
@@ -177,6 +181,7 @@ def export_prefill(
     path: str | os.PathLike[str],
     num_reqs: int | None = None,
     max_tokens: int | None = None,
+    has_context: bool = True,
 ) -> Path:
     """Compile ``prefill_step`` into an AOTInductor package for any number of tokens.
 
@@ -191,13 +196,15 @@ def export_prefill(
         num_reqs: Requests per step, including padding requests; ``max_batch_size`` by default.
         max_tokens: Maximum tokens of a step, at least 2; num_reqs * ``max_chunk`` by default. The
             package does not check this maximum.
+        has_context: See ``prefill_step``. With False, the package only runs the first chunks of
+            prompts.
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs``, with 1 to max_tokens tokens
         and at most ``max_chunk`` tokens per request. The package writes the caches and returns the
         logits of every request's last token, [num_reqs, vocab_size]. The metadata is like the
         metadata of ``export_decode``, but has "num_tokens" as the size of the input "tokens", and
-        also max_tokens and max_chunk.
+        also max_tokens, max_chunk and has_context.
 
     Raises:
         ValueError, TypeError, NotImplementedError: see ``export_decode``.
@@ -206,18 +213,20 @@ def export_prefill(
     count, target = _checked(op, model, cache, path, num_reqs)
     most = max(count * cache.max_chunk, 2) if max_tokens is None else max_tokens
     Checks(op).at_least(2, max_tokens=most)
+    Checks(op).flag("has_context", has_context)
     example = min(most, 2 * count + 1)  # torch.export specialises 0, 1 and equal sizes
     inputs = decode_inputs(padding_batch(cache, count, example), cache)
     _report(op, "tracing the step")
     program = torch.export.export(
-        PrefillModule(model, cache),
+        PrefillModule(model, cache, has_context=has_context),
         inputs,
         dynamic_shapes=prefill_shapes(inputs, most),
         strict=False,
     )
-    more = {"dsv4_ops.max_tokens": str(most), "dsv4_ops.max_chunk": str(cache.max_chunk)}
+    more = {"max_tokens": most, "max_chunk": cache.max_chunk, "has_context": has_context}
     metadata = _metadata(model, cache, inputs, {"tokens": "num_tokens"})
-    return _package(op, program, target, metadata | more)
+    more_text = {f"dsv4_ops.{name}": str(value) for name, value in more.items()}
+    return _package(op, program, target, metadata | more_text)
 
 
 def prefill_shapes(inputs: Sequence[Tensor], max_tokens: int) -> tuple[Any, ...]:
