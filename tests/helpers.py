@@ -92,15 +92,17 @@ def maybe_strided(layout: Random, tensor: Tensor) -> Tensor:
 
 
 class Called(TorchDispatchMode):
-    """Records the names of our ops in call order, and the dtypes of their first arguments."""
+    """Records calls of our ops in order, their names, and the dtypes of their first arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.calls: list[tuple[str, Any, Any]] = []
         self.dtypes: list[tuple[str, torch.dtype]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "dsv4_ops":
             self.names.append(op._opname)
+            self.calls.append((op._opname, args, kwargs or {}))
             self.dtypes += [(op._opname, each.dtype) for each in args[:1] if torch.is_tensor(each)]
         return op(*args, **(kwargs or {}))

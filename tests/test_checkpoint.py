@@ -17,6 +17,7 @@ from dsv4_ops.checkpoint import format as checkpoint
 from dsv4_ops.checkpoint.format import check_checkpoint, released_tensors, weight_bytes
 from dsv4_ops.testing import checkpoint as testing_checkpoint
 from dsv4_ops.testing.checkpoint import FLASH, PRO, TINY, quantize_fp4, tensors, write_checkpoint
+from dsv4_ops.testing.contract.compare import equal
 from dsv4_ops.testing.float64.experts import fp4_values
 from dsv4_ops.testing.float64.linear import block_values
 from tests.helpers import NIGHTLY
@@ -147,7 +148,7 @@ def test_a_checkpoint_depends_on_its_seed_only(tmp_path):
         for name, shards in (("a", 1), ("b", 3))
     )
     assert once.keys() == again.keys()
-    assert all(torch.equal(as_bytes(once[name]), as_bytes(again[name])) for name in once)
+    assert all(equal(once[name], again[name]) for name in once)
     other = dict(tensors(write_checkpoint(tmp_path / "c", SMALL, seed=1)))
     assert not torch.equal(once["embed.weight"], other["embed.weight"])
 
@@ -563,12 +564,8 @@ def test_given_weights_are_quantised_and_the_rest_is_random(tmp_path):
     scale = files[fp4.replace("weight", "scale")]
     assert fp4_values(files[fp4], scale).unique().tolist() == [3 * 2.0**-20]
     random = dict(tensors(write_checkpoint(tmp_path / "random", SMALL)))
-    same = [torch.equal(as_bytes(files[name]), as_bytes(random[name])) for name in files]
+    same = [equal(files[name], random[name]) for name in files]
     assert sum(same) == len(random) - 5  # two weights with scales, and the sink
-
-
-def as_bytes(tensor):
-    return tensor.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4_ops as ops
 from dsv4_ops.attention import (
@@ -27,28 +26,15 @@ from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, buil
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.types import FlashMlaPlan, TokenMap
 from tests.attention.test_layers import assert_close, each_precision, in_one_pass, layer_of, leaves
-from tests.helpers import i32
+from tests.helpers import Called, i32
 from tests.support import layers
 from tests.support.layers import HEADS, KINDS, SPEC, Engine, SmallLayer, changed, in_chunks, poison
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 
+ATTENTION = ("sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_prefill")
 RAGGED = [[30, 1, 1, 2, 2], [1, 1, 1, 2, 2], [44, 1, 1, 2, 0], [7, 0, 1, 2, 2]]
 """Tokens per step: chunks, one token, none, and two tokens as in speculative decoding."""
-
-
-class Plans(TorchDispatchMode):
-    """Records the plans that attention ops receive, in the order of their calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[tuple[str, Tensor | None]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        spec = OPS.get(op._opname) if op.namespace == "dsv4_ops" else None
-        if spec is not None and spec.name.startswith(("sparse_mla_decode", "sparse_mla_prefill")):
-            self.given.append((spec.name, spec.arguments(args, kwargs or {}).get("plan")))
-        return op(*args, **(kwargs or {}))
 
 
 def builders(tables: BlockTables, held: StateTables, *batch: Tensor) -> dict[str, Any]:
@@ -116,10 +102,12 @@ def test_decodes_of_c128_go_by_the_plan_of_their_step(kind: str) -> None:
     layer, inputs = layer_of(kind, SPEC)
     op = {"c128": "sparse_mla_decode_paged"}.get(kind, "sparse_mla_decode")
     for schedule, called in (("decode", op), ("prefill", "sparse_mla_prefill")):
-        with changed(layer, plan_heads=HEADS, schedule=schedule), Plans() as plans:
+        with changed(layer, plan_heads=HEADS, schedule=schedule), Called() as ours:
             in_chunks(layer, inputs[:2], [[5, 1], [3, 1]])
-        assert [name for name, _ in plans.given] == [called] * 2
-        for (_, plan), tokens in zip(plans.given, (8, 2), strict=True):
+        calls = [call for call in ours.calls if call[0] in ATTENTION]
+        assert [name for name, *_ in calls] == [called] * 2
+        for (name, *given), tokens in zip(calls, (8, 2), strict=True):
+            plan = OPS[name].arguments(*given).get("plan")
             if (kind, schedule) == ("c128", "decode"):
                 assert plan is not None
                 assert plan[:tokens, 0].tolist() == [*range(tokens)]

@@ -20,7 +20,7 @@ from dsv4_ops.attention import (
     build_attention_step,
 )
 from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, build_prefill_metadata
-from tests.helpers import Called, i32
+from tests.helpers import Called, assert_exact, i32
 from tests.support import layers
 from tests.support.layers import LENGTH, PLAIN, SPEC, Engine, SmallLayer, changed, in_chunks, oracle
 from tests.support.sampled import sampled
@@ -139,9 +139,7 @@ CUTS = [[9, 1, 1, 17, 3, 1], [1, 1, 20, 1, 0, 4], [16, 4, 0, 1, 1, 1]]
 @each_kind
 def test_where_pages_lie_changes_no_bit(kind: str) -> None:
     layer, inputs = layer_of(kind, SPEC)
-    first, second = (in_chunks(layer, inputs[:3], CUTS, seed=seed) for seed in (1, 2))
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    assert_exact(*(in_chunks(layer, inputs[:3], CUTS, seed=seed) for seed in (1, 2)))
 
 
 @each_kind
@@ -175,8 +173,7 @@ def test_a_step_is_the_same_from_metadata() -> None:
     prefill = build_prefill_metadata(SPEC.attention, starts, lens, slots, tables, max_chunks=4)
     for metadata in (decode, prefill):
         again = attention_step(SPEC, metadata, slots, tables, held)
-        pairs = zip(leaves(again), leaves(step), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        assert_exact(leaves(again), leaves(step))
     assert len(leaves(step)) == 17
 
 
@@ -198,16 +195,14 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
     without_slots = (starts, lens, torch.where(valid, slots, -1), tables, held)
     for again in (None, valid):
         found = build_attention_step(SPEC, *without_slots, again)
-        pairs = zip(leaves(found), leaves(step), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        assert_exact(leaves(found), leaves(step))
     whole = build_attention_step(SPEC, *batch, held)
     assert torch.equal(step.slot_mapping[valid], slots[valid])
     assert step.is_valid_token is not None
     assert torch.equal(step.is_valid_token, valid & whole.is_valid_token)
     decode = build_decode_metadata(SPEC.attention, *batch, valid)
     again = attention_step(SPEC, decode, slots, tables, held)
-    pairs = zip(leaves(again), leaves(step), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert_exact(leaves(again), leaves(step))
 
 
 @pytest.mark.parametrize("kind", ["c4", "c128"])

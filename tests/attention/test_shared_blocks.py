@@ -12,17 +12,13 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from dsv4_ops.attention import LayerSpec
-from tests.attention.test_layers import layer_of
-from tests.helpers import Called, i32, i64
+from tests.attention.test_layers import CUTS, layer_of
+from tests.helpers import Called, assert_exact, i32, i64
 from tests.support import layers
 from tests.support.layers import LENGTH, PLAIN, SPEC, SmallLayer, caches_of, changed, in_chunks
 from tests.support.sampled import sampled
 
 BLOCK = 16  # a shared prefix is whole blocks of all caches, so its length is a multiple of this
-
-
-def small_blocks(spec: LayerSpec) -> LayerSpec:
-    return replace(spec, attention=replace(spec.attention, block_tokens=BLOCK))
 
 
 def shared_step(
@@ -80,7 +76,8 @@ def hits(draw: Any) -> tuple[list[int], list[int], int]:
 def test_requests_that_share_blocks_have_the_outputs_that_they_have_alone(
     kind: str, schedule: str, spec: LayerSpec, budget: float
 ) -> None:
-    layer, sources = layer_of(kind, small_blocks(spec))
+    attention = replace(spec.attention, block_tokens=BLOCK)
+    layer, sources = layer_of(kind, replace(spec, attention=attention))
     errors = {True: [0.0], False: [0.0]}
 
     @sampled(24)
@@ -108,9 +105,6 @@ def test_requests_that_share_blocks_have_the_outputs_that_they_have_alone(
     assert (max(errors[False]) > 10 * budget) == (kind == "c4")
 
 
-CUTS = [[9, 1, 1, 17, 3, 1], [1, 1, 20, 1, 0, 4], [16, 4, 0, 1, 1, 1]]
-
-
 @pytest.mark.parametrize("kind", ["c4", "c128"])
 @pytest.mark.parametrize("schedule", ["decode", "prefill"])
 def test_saving_first_changes_no_bit_where_no_block_is_shared(kind: str, schedule: str) -> None:
@@ -122,8 +116,7 @@ def test_saving_first_changes_no_bit_where_no_block_is_shared(kind: str, schedul
         caches = caches_of(layer).values()
         outputs[save_first] += [cache.view(torch.uint8).clone() for cache in caches]
     assert ("insert_c4_step" in called.names) == (kind == "c4" and schedule == "decode")
-    for one, other in zip(outputs[False], outputs[True], strict=True):
-        assert torch.equal(one, other)
+    assert_exact(outputs[False], outputs[True])
 
 
 def test_states_in_rings_cannot_be_saved_first() -> None:

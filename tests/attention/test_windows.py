@@ -7,18 +7,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention import ContextParallel, LayerSpec, StateTables, build_attention_step
 from dsv4_ops.attention.metadata import BlockTables
-from tests.attention.test_layers import layer_of
-from tests.helpers import Called, i32, i64
+from tests.attention.test_layers import layer_of, leaves
+from tests.helpers import Called, assert_exact, i32, i64
 from tests.support.layers import SPEC, Engine
 from tests.support.sampled import sampled
-
-
-def batch_of(counts: list[int], padding: int, seed: int) -> tuple[Tensor, ...]:
-    return Engine(layer_of("c4", SPEC)[0], len(counts), seed=seed).batch(counts, padding)
 
 
 def build(
@@ -32,7 +27,7 @@ def build(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_window_has_the_bits_of_a_step_of_its_own(ranks: int) -> None:
-    spec, more = SPEC, {}
+    (layer, _), spec, more = layer_of("c4", SPEC), SPEC, {}
     if ranks > 1:
         spec = replace(SPEC, parallel=ContextParallel(group="none", world_size=ranks))
         more["cp_rank"] = i32([1])
@@ -44,7 +39,8 @@ def test_a_second_window_has_the_bits_of_a_step_of_its_own(ranks: int) -> None:
         st.booleans(),
     )
     def compare(counts: list[int], padding: int, masked: bool) -> None:
-        first, second = (batch_of(counts, padding, seed) for seed in (1, 2))
+        engines = (Engine(layer, len(counts), seed=seed) for seed in (1, 2))
+        first, second = (engine.batch(counts, padding) for engine in engines)
         settings = dict(more)
         if masked:
             settings["is_valid_token"] = torch.arange(len(first[2])) % 3 != 1
@@ -53,8 +49,7 @@ def test_a_second_window_has_the_bits_of_a_step_of_its_own(ranks: int) -> None:
         with Called() as called:
             other = step.with_window(spec, second[3], second[2])
         assert called.names == ["swa_indices_and_lens"]
-        pairs = zip(pytree.tree_leaves(other), pytree.tree_leaves(own), strict=True)
-        assert all(torch.equal(one, another) for one, another in pairs)
+        assert_exact(leaves(other), leaves(own))
         assert other.c4 is step.c4
         assert other.positions is step.positions
 

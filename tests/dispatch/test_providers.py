@@ -153,10 +153,6 @@ def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
         assert message(NotImplementedError, name, case, impl="flash_mla", **setting) == text
 
 
-def first_case(name):
-    return testing.cases_of(name)[0]
-
-
 def dense(heads=4, **made):
     return mla_case(0, [2], heads, longest=64, **made)
 
@@ -190,10 +186,10 @@ def apart(case):
          "blocks that lie apart", "FlashMLA reads plain rows one after the other."),
         (SPARSE, lambda: CASES[SPARSE](0), "flash_mla", {},
          "7 tokens over layout 'mla_ds_fp8'", "FlashMLA takes up to 3."),
-        (GATHERED, lambda: first_case(GATHERED), "flash_mla", {},
+        (GATHERED, lambda: testing.cases_of(GATHERED)[0], "flash_mla", {},
          "torch.float32 rows of 2 values", "FlashMLA takes bfloat16 rows of 512."),
-        ("indexer_logits", lambda: first_case("indexer_logits"), "deep_gemm", {}, "2 heads",
-         "DeepGEMM takes 32 or 64."),
+        ("indexer_logits", lambda: testing.cases_of("indexer_logits")[0], "deep_gemm", {},
+         "2 heads", "DeepGEMM takes 32 or 64."),
     ],
 )  # fmt: skip
 def test_calls_that_a_library_does_not_take_are_refused(

@@ -12,7 +12,7 @@ from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, opaqu
 from tests.fakes import flash_mla as fake_flash_mla
 from tests.helpers import NIGHTLY, assert_right, nightly
 from tests.support import providers_on_cpu
-from tests.support.attention_batches import DECODE, GATHERED, PAGED, decode_case
+from tests.support.attention_batches import DECODE, GATHERED, PAGED, decode_case, some_tokens
 from tests.support.mla_batches import DENSE, SPARSE
 from tests.support.prefill_batches import PREFILL
 from tests.support.providers_on_cpu import CASES, LIBRARY_OPS, call, message, plan_of, run_of
@@ -43,9 +43,7 @@ def test_a_window_alone_and_widths_that_are_no_multiple(flash_mla):
 
 def test_no_token_and_no_page(flash_mla):
     case = decode_case(1, 3, 64)
-    per_token = (0, 2, 3, 5, 6)
-    tensors = [each[:0] if place in per_token else each for place, each in enumerate(case.tensors)]
-    out, lse = call(DECODE, type(case)("none", tuple(tensors), case.settings), impl="flash_mla")
+    out, lse = call(DECODE, some_tokens(case, slice(0)), impl="flash_mla")
     assert (out.shape, lse.shape) == ((0, 64, 512), (0, 64))
     assert flash_mla.calls == []
     tensors = list(case.tensors)

@@ -17,7 +17,6 @@ from dsv4_ops.testing.models import YARN
 PAGE = Path(__file__).resolve().parents[2] / "docs/memory.md"
 SLIDING, C4, C128, _ = LAYER_TYPES
 LAYERS = {"Flash": [SLIDING, SLIDING, *[C4, C128] * 20, C4], "Pro": [C128, *[C128, C4] * 30]}
-CONFIGS = {"Flash": FLASH, "Pro": PRO}
 
 
 def table(second):
@@ -57,7 +56,7 @@ def test_a_line_has_the_parts_of_that_cache(line):
 
 @pytest.mark.parametrize("line", table("GPUs"), ids=lambda line: f"{line['model']}-{line['GPUs']}")
 def test_a_line_has_the_weights_of_each_gpu(line):
-    config, gpus = CONFIGS[line["model"]], int(line["GPUs"])
+    config, gpus = {"Flash": FLASH, "Pro": PRO}[line["model"]], int(line["GPUs"])
     plans = [weight_bytes(config, num_gpus=gpus, split_heads=each) for each in (False, True)]
     sums = [sum(plan.values()) for plan in plans]
     cache = sum(cache_bytes(line["model"], 8, 2**17, None).values())

@@ -41,11 +41,6 @@ def docstrings(text: str) -> list[str]:
     ]
 
 
-def comments(text: str) -> list[str]:
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [token.string for token in tokens if token.type == tokenize.COMMENT]
-
-
 def absent(text: str) -> set[str]:
     """Return the files that a text names but that do not exist."""
     return set(NAMED.findall(text)) - EXISTING
@@ -75,7 +70,9 @@ def test_a_file_that_a_docstring_or_a_comment_names_exists():
         text = path.read_text()
         if not absent(text):  # if the file names none, its docstrings name none
             continue
-        if gone := absent("\n".join([*docstrings(text), *comments(text)])):
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments = (token.string for token in tokens if token.type == tokenize.COMMENT)
+        if gone := absent("\n".join([*docstrings(text), *comments])):
             named[path.relative_to(ROOT).as_posix()] = gone
     assert named == {}
 

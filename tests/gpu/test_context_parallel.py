@@ -193,14 +193,12 @@ def rank_v4(rank, world):
         say(f"V4's layers by {via}")
     rank_quantised(rank, world, "symmetric_memory", "cuda", shards_heads=False)
     say("V4's layers with all heads on each rank, gathered by symmetric memory")
-    return "done"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_gpus_share_the_rows_of_v4(tmp_path):
     world = gpu_ranks()
-    found = run_ranks(world, rank_v4, tmp_path, world, backend="nccl", seconds=120)
-    assert found == ["done"] * world
+    run_ranks(world, rank_v4, tmp_path, world, backend="nccl", seconds=120)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

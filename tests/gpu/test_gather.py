@@ -102,7 +102,6 @@ def rank_gathers(rank, world):
         for found, number in zip(results, STEP, strict=True):
             checked(found, number, seed, world)
     torch.cuda.synchronize()
-    return "done"
 
 
 def rank_left_alone(rank, world):
@@ -124,8 +123,7 @@ def first_in_a_capture(rank, world):
 
 def test_ranks_gather_every_size_and_in_graphs(tmp_path):
     world = gpu_ranks()
-    found = run_ranks(world, rank_gathers, tmp_path, world, backend="nccl", seconds=60)
-    assert found == ["done"] * world
+    run_ranks(world, rank_gathers, tmp_path, world, backend="nccl", seconds=60)
 
 
 def test_a_rank_that_is_left_alone_has_an_error_within_the_timeout(tmp_path):

@@ -17,12 +17,10 @@ from tests.support import attention_batches as batches
 from tests.support.attention_batches import DEVICE, GATHERED, agrees, gathered_case, kernel
 from tests.support.prefill_batches import MODES, PREFILL, captured, prefill_case, replayed
 
-OURS = {"impl": "triton"}
-
 
 def ours(case: Case) -> tuple[Tensor, ...]:
     """Return the results of our kernel, or raise if another implementation would run."""
-    return kernel(GATHERED, Case(case.name, case.tensors, {**case.settings, **OURS}))
+    return kernel(GATHERED, Case(case.name, case.tensors, {**case.settings, "impl": "triton"}))
 
 
 @pytest.mark.parametrize("topk", [1, 64, 65, 300, 640, 1153])
@@ -57,15 +55,11 @@ def test_many_items_of_a_program() -> None:
 def test_a_token_has_the_same_bits_in_every_batch(heads: int) -> None:
     case = gathered_case(2, 400, heads, 300)
     whole = ours(case)
-    q, kv, indices, lens, sink = case.tensors
-    order = torch.randperm(400, generator=batches.generator(1))
-    some = Case("order", (q[order], kv, indices[order], lens[order], sink), case.settings)
-    assert all(equal(a, b[order.to(DEVICE)]) for a, b in zip(ours(some), whole, strict=True))
-    for start, stop in ((0, 1), (1, 64), (399, 400)):
-        part = (q[start:stop], kv, indices[start:stop], lens[start:stop], sink)
-        found = ours(Case("part", part, case.settings))
-        assert all(equal(a, b[start:stop]) for a, b in zip(found, whole, strict=True))
-    q[7], q[20] = math.nan, math.inf
+    order = torch.randperm(400, generator=batches.generator(1)).tolist()
+    for chosen in (order, slice(0, 1), slice(1, 64), slice(399, 400)):
+        found = ours(batches.some_tokens(case, chosen, (0, 2, 3)))
+        assert all(equal(a, b[chosen]) for a, b in zip(found, whole, strict=True))
+    case.tensors[0][7], case.tensors[0][20] = math.nan, math.inf
     others = [token for token in range(400) if token not in (7, 20)]
     for left, right in zip(ours(case), whole, strict=True):
         assert equal(left[others], right[others])
@@ -98,13 +92,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4_ops.kernels.sparse_mla.prefill.gathers", lambda values: True)
 
 
-def by_copy(case: Case) -> tuple[Tensor, ...]:
-    moved = case.on(DEVICE)
-    return tuple(
-        OPS[PREFILL].implementation("kernels")(EAGER, *moved.tensors, **moved.settings, impl="auto")
-    )
-
-
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("heads", [8, 64, 65, 128])
@@ -112,7 +99,8 @@ def by_copy(case: Case) -> tuple[Tensor, ...]:
 def test_prefills_by_way_of_a_copy(tokens: int, heads: int, mode: str) -> None:
     """Positions, requests, blocks and selections are adversarial."""
     case = prefill_case(7 * tokens + heads, tokens, heads, mode)
-    on_device(case, by_copy(case))
+    moved, launch = case.on(DEVICE), OPS[PREFILL].implementation("kernels")
+    on_device(case, tuple(launch(EAGER, *moved.tensors, **moved.settings, impl="auto")))
 
 
 def test_a_graph_of_any_size_decides_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,19 +302,14 @@ def test_ragged_logits_are_those_of_the_pages(num_tokens, num_k):
     torch.testing.assert_close(ragged[seen], paged[seen], rtol=1e-3, atol=0.1)
 
 
-def plain_only(name, monkeypatch):
-    """Return the op, whose contract covers its plain layout only."""
+@pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
+def test_plain_layout_takes_the_reference(name, monkeypatch):
+    """float32 and bf16 are within the budget of float64, compiled and captured without a sync. The
+    contract covers the plain layout only."""
     spec, op_testing = OPS[name], testing.op_testing(name)
     plain = tuple(chosen for chosen in op_testing.settings if chosen["layout"] == "plain")
     module = importlib.import_module(module_of("testing", spec.stem))
     monkeypatch.setattr(module, name, replace(op_testing, settings=plain))
-    return spec
-
-
-@pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
-def test_plain_layout_takes_the_reference(name, monkeypatch):
-    """float32 and bf16 are within the budget of float64, compiled and captured without a sync."""
-    spec = plain_only(name, monkeypatch)
     op_testing = spec.implementation("testing")
     for case in (case.on("cuda") for case in op_testing.cases()):
         if case.settings["layout"] == "plain":

@@ -68,7 +68,6 @@ def rank_merges(rank, world):
         for each in found:
             checked(each, outs, lses, rank, "e")
     torch.cuda.synchronize()
-    return "done"
 
 
 def rank_left_alone(rank, world):
@@ -79,8 +78,7 @@ def rank_left_alone(rank, world):
 
 def test_ranks_merge_at_every_size_and_in_graphs(tmp_path):
     world = gpu_ranks()
-    found = run_ranks(world, rank_merges, tmp_path, world, backend="nccl", seconds=60)
-    assert found == ["done"] * world
+    run_ranks(world, rank_merges, tmp_path, world, backend="nccl", seconds=60)
 
 
 def test_a_rank_that_is_left_alone_has_an_error_within_the_timeout(tmp_path):

@@ -13,7 +13,7 @@ from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.helpers import assert_right
 from tests.support.attention_batches import DECODE, DEVICE, PAGED, generator, kernel, some_tokens
-from tests.support.prefill_batches import MODES, PREFILL, plain_case, prefill_case, unsplit
+from tests.support.prefill_batches import MODES, PLACES, PREFILL, plain_case, prefill_case, unsplit
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -63,9 +63,6 @@ def test_all_rows_of_a_long_request() -> None:
     on_device(case)
 
 
-PER_TOKEN = (0, 2, 3, 7)
-
-
 @each_mode
 @pytest.mark.parametrize("heads", [8, 64, 128])
 def test_a_token_has_the_same_bits_in_every_batch(mode: str, heads: int) -> None:
@@ -75,10 +72,10 @@ def test_a_token_has_the_same_bits_in_every_batch(mode: str, heads: int) -> None
     whole = kernel(PREFILL, case)
     assert all(map(equal, whole, kernel(PREFILL, case)))
     order = torch.randperm(200, generator=generator(1)).tolist()
-    shuffled = kernel(PREFILL, some_tokens(case, order, PER_TOKEN))
+    shuffled = kernel(PREFILL, some_tokens(case, order, PLACES))
     assert all(equal(left, right[order]) for left, right in zip(shuffled, whole, strict=True))
     for start, stop in ((0, 1), (1, 64), (64, 199), (199, 200)):
-        chunk = kernel(PREFILL, some_tokens(case, slice(start, stop), PER_TOKEN))
+        chunk = kernel(PREFILL, some_tokens(case, slice(start, stop), PLACES))
         assert all(equal(left, right[start:stop]) for left, right in zip(chunk, whole, strict=True))
     case.tensors[0][7], case.tensors[0][20] = math.nan, math.inf
     others = [token for token in range(200) if token not in (7, 20)]

@@ -18,13 +18,12 @@ from tests.gpu.test_cache import needs_baselines
 from tests.gpu.test_providers import check
 from tests.helpers import INT32_MAX, INT32_MIN
 from tests.support.attention_batches import DEVICE, generator, graph_of, integers, some_tokens
-from tests.support.prefill_batches import MODES, PREFILL, prefill_case
+from tests.support.prefill_batches import MODES, PLACES, PREFILL, prefill_case
 from tests.support.providers_on_cpu import call, present_in, run_of
 
 pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
 pytest_plugins = ("tests.gpu.providers",)
 each_mode = pytest.mark.parametrize("mode", MODES)
-PER_TOKEN = (0, 2, 3, 7)
 
 
 def upstream(case: Case) -> tuple[Tensor, ...]:
@@ -56,7 +55,7 @@ def test_requests_one_after_the_other_and_mixed(mode: str) -> None:
     whole = upstream(case)
     order = torch.randperm(200, generator=generator(1)).to(DEVICE)
     for chosen in (order, slice(7, 8), slice(50, 200)):
-        actual = upstream(some_tokens(case, chosen, PER_TOKEN))
+        actual = upstream(some_tokens(case, chosen, PLACES))
         for left, right in zip(actual, whole, strict=True):
             assert torch.equal(left, right[chosen])
 

@@ -74,17 +74,17 @@ def test_every_bf16_value_is_rotated_and_stored_as_on_the_cpu(layout):
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "most"),
+    ("name", "kwargs"),
     [
-        ("apply_rope", {}, 1),
-        ("inverse_rope_group", {"num_groups": 8}, 1),
-        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "row"}, 1),
-        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "column_padded"}, 1),
-        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "ue8m0_packed"}, 1),
+        ("apply_rope", {}),
+        ("inverse_rope_group", {"num_groups": 8}),
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "row"}),
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "column_padded"}),
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "ue8m0_packed"}),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
-def test_graph_has_few_kernels(name, kwargs, most):
+def test_graph_is_one_kernel(name, kwargs):
     torch._dynamo.reset()
     op = getattr(ops, name)
     compiled = torch.compile(lambda *tensors: op(*tensors, **kwargs), fullgraph=True)
@@ -94,7 +94,7 @@ def test_graph_has_few_kernels(name, kwargs, most):
         ops.rope_cos_sin_cache(4096, **YARN, device="cuda"),
     )
     _, code = compile_and_get_code(compiled, *arguments)
-    assert 0 < code.count(".run(") <= most
+    assert code.count(".run(") == 1
 
 
 def test_rotation_and_quantisation_over_many_values():

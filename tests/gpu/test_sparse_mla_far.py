@@ -15,8 +15,6 @@ from dsv4_ops.testing.cases.sparse_mla import BARE
 from tests.helpers import INT32_MAX
 from tests.support import attention_batches as batches
 
-both_ops = pytest.mark.parametrize("name", [batches.DECODE, batches.PAGED])
-
 
 def far_slots(layout: Layout, blocks: int) -> Tensor:
     """Return slots around the bytes 2^31 and 2^32, and the last slots."""
@@ -27,7 +25,7 @@ def far_slots(layout: Layout, blocks: int) -> Tensor:
     return torch.tensor(slots)
 
 
-@both_ops
+@pytest.mark.parametrize("name", [batches.DECODE, batches.PAGED])
 @pytest.mark.parametrize("kind", ["v4_fp8", "plain"])
 def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> None:
     """Rows at bytes beyond 2^31 and 2^32, and plain rows at elements beyond them, give the same

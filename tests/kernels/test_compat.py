@@ -19,14 +19,9 @@ pytestmark = pytest.mark.smoke
 PACKAGE = Path(dsv4_ops.__file__).parent
 
 
-@pytest.mark.parametrize("name", _compat.__all__)
-def test_inductor_name_exists(name):
-    assert getattr(_compat, name) is not None
-
-
-@pytest.mark.parametrize("name", torch_compat.__all__)
-def test_private_name_exists(name):
-    assert getattr(torch_compat, name) is not None
+@pytest.mark.parametrize("module", [_compat, torch_compat], ids=lambda module: module.__name__)
+def test_private_names_exist(module):
+    assert [name for name in module.__all__ if getattr(module, name) is None] == []
 
 
 def test_what_is_private_answers():
@@ -42,13 +37,17 @@ def test_what_is_private_answers():
 
 def names_in(path):
     """Yield the imported names of a file, and its attributes with the objects before them."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    yield from imported_in(nodes)
+    yield from (ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
+
+
+def imported_in(nodes):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
 
 
 def test_private_torch_is_imported_in_two_files_only():
@@ -85,15 +84,13 @@ def test_atens_used_exist():
 
 def test_inductor_is_imported_in_one_file_only():
     """All private imports are in one file, which a torch upgrade may change."""
-    offenders = []
-    for path in PACKAGE.rglob("*.py"):
-        if path.name == "_compat.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            inductors = (name for name in names if name.startswith("torch._inductor"))
-            offenders += [f"{path.name}: {name}" for name in inductors]
+    offenders = [
+        f"{path.name}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "_compat.py"
+        for name in imported_in(ast.walk(ast.parse(path.read_text())))
+        if name.startswith("torch._inductor")
+    ]
     assert offenders == []
 
 

@@ -11,68 +11,53 @@ pytest.importorskip("triton", reason="published for Linux only")
 from dsv4_ops.cli import kernels  # imports triton
 from dsv4_ops.kernels.common.attention.combine import combine_listed_kernel
 from tests.helpers import nightly
+from tests.support.hopper import Hopper
 
 SECONDS = 5.0
 # torch 2.11 takes the ints of a launch for constants
 INTS_ARE_CONSTANTS = hasattr(triton_kernel_wrap, "identify_mutated_tensors")
 WRITTEN = {  # kernels that are not named here write to out
-    "compact_pages_kernel": {"out", "lens_out"},
-    "compress_and_insert_kernel": {"k_cache"},
-    "expert_counts_kernel": {"counts"},
-    "expert_plan_kernel": {"sorted_rows", "expert_of_block", "num_blocks", "x_reordered"},
-    "sum_and_norm_kernel": {"first", "second"},
-    "fill_absent_kernel": {"logits"},
-    "find_spans_kernel": {"ends", "counts", "compressed"},
-    "finish_heads_kernel": {"out", "lse"},
-    "gather_indexer_kernel": {"out", "scales_out"},
-    "insert_c4_step_kernel": {
-        *("q_out", "codes", "weights_out", "swa_cache"),
-        *("states", "k_cache", "indexer_states", "indexer_cache"),
-    },
-    "insert_pooled_kernel": {"k_cache"},
-    "insert_rows_kernel": {"k_cache"},
-    "combine_listed_kernel": {"out", "lse"},
-    "combine_splits_kernel": {"out", "lse"},
-    "list_pages_kernel": {"out", "lens_out"},
-    "list_rows_kernel": {"out", "lens_out", "sink_out"},
-    "list_slots_kernel": {"swa_out", "swa_lens_out", "extra_out", "extra_lens_out", "sink_out"},
-    "merge_groups_kernel": {"keys", "indices"},
-    "merge_parts_kernel": {"keys", "indices", "out"},
-    "mla_decode_kernel": {"out", "lse", "partial", "partial_lse", "partial_scale"},
-    "mla_insert_kernel": {"kv_cache"},
-    "order_scales_kernel": {"ordered"},
-    "pool_windows_kernel": {"pooled"},
-    "mla_prefill_kernel": {"out", "lse"},
-    "prefill_keys_kernel": {"out", "lse"},
-    "inverse_rope_group_kernel": {"values", "scales"},
-    "qnorm_rope_kv_insert_kernel": {"k_cache", "out"},
-    "quantize_and_insert_kernel": {"k_cache"},
-    "quantize_ordered_kernel": {"codes", "ordered"},
-    "quantize_query_kernel": {"out", "weights_out"},
-    "choose_experts_kernel": {"ids", "weights"},
-    "grouped_topk_kernel": {"ids", "weights"},
-    "round_rows_kernel": {"rows"},
-    "router_products_kernel": {"partial"},
-    "save_compressor_states_kernel": {"states"},
-    "keep_keys_kernel": {"keys", "rows", "counts", "cuts"},
-    "score_keys_kernel": {"scores", "samples"},
-    "select_kept_kernel": {"keys", "rows", "out"},
-    "select_keys_kernel": {"keys", "indices", "plan", "out"},
-    "select_logits_kernel": {"keys", "indices", "plan", "out"},
-    "sparse_mla_plan_kernel": {"plan"},
-    "stream_ends_kernel": {"post", "mix", "out"},
-    "stream_products_kernel": {"written", "partial"},
-    "split_keys_kernel": {"out", "lse", "partial", "partial_lse", "partial_scale"},
+    f"{name}_kernel": set(written.split())
+    for names, written in (
+        ("compact_pages list_pages", "out lens_out"),
+        ("compress_and_insert insert_pooled insert_rows quantize_and_insert", "k_cache"),
+        ("expert_counts", "counts"),
+        ("expert_plan", "sorted_rows expert_of_block num_blocks x_reordered"),
+        ("sum_and_norm", "first second"),
+        ("fill_absent", "logits"),
+        ("find_spans", "ends counts compressed"),
+        ("finish_heads combine_listed combine_splits mla_prefill prefill_keys", "out lse"),
+        ("gather_indexer", "out scales_out"),
+        (
+            "insert_c4_step",
+            "q_out codes weights_out swa_cache states k_cache indexer_states indexer_cache",
+        ),
+        ("list_rows", "out lens_out sink_out"),
+        ("list_slots", "swa_out swa_lens_out extra_out extra_lens_out sink_out"),
+        ("merge_groups", "keys indices"),
+        ("merge_parts", "keys indices out"),
+        ("mla_decode split_keys", "out lse partial partial_lse partial_scale"),
+        ("mla_insert", "kv_cache"),
+        ("order_scales", "ordered"),
+        ("pool_windows", "pooled"),
+        ("inverse_rope_group", "values scales"),
+        ("qnorm_rope_kv_insert", "k_cache out"),
+        ("quantize_ordered", "codes ordered"),
+        ("quantize_query", "out weights_out"),
+        ("choose_experts grouped_topk", "ids weights"),
+        ("round_rows", "rows"),
+        ("router_products", "partial"),
+        ("save_compressor_states", "states"),
+        ("keep_keys", "keys rows counts cuts"),
+        ("score_keys", "scores samples"),
+        ("select_kept", "keys rows out"),
+        ("select_keys select_logits", "keys indices plan out"),
+        ("sparse_mla_plan", "plan"),
+        ("stream_ends", "post mix out"),
+        ("stream_products", "written partial"),
+    )
+    for name in names.split()
 }
-
-
-class NoDevice:
-    """A driver that pretends to have an H200, which is enough to trace kernels."""
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
 
 
 def taken_for_written(launch):
@@ -91,7 +76,7 @@ def bounded(monkeypatch):
     """Install the driver, and limit the processor time to SECONDS."""
     from triton.runtime import driver
 
-    monkeypatch.setattr(driver, "_active", NoDevice())
+    monkeypatch.setattr(driver, "_active", Hopper())
 
     def too_long(*_):
         pytest.fail(f"torch needs more than {SECONDS} s: it follows every path in the kernel")

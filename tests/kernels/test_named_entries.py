@@ -7,27 +7,22 @@ from pathlib import Path
 import dsv4_ops
 
 PACKAGE = Path(dsv4_ops.__file__).parent
-DECORATORS = {"triton.jit", "gluon.jit"}
 
 
 def is_jit(function: ast.FunctionDef) -> bool:
     """Whether Triton or Gluon compiles a function."""
     found = function.decorator_list
     decorators = (each.func if isinstance(each, ast.Call) else each for each in found)
-    return any(ast.unparse(each) in DECORATORS for each in decorators)
-
-
-def is_integer(index: ast.expr) -> bool:
-    if isinstance(index, ast.UnaryOp):
-        index = index.operand
-    return isinstance(index, ast.Constant) and type(index.value) is int
+    return any(ast.unparse(each) in ("triton.jit", "gluon.jit") for each in decorators)
 
 
 def is_entry(node: ast.AST) -> bool:
     """Whether a node is an index such as ``t[0]``, but not ``x[:, None]`` or ``x.shape[0]``."""
-    if not isinstance(node, ast.Subscript) or not is_integer(node.slice):
+    if not isinstance(node, ast.Subscript):
         return False
-    return not (isinstance(node.value, ast.Attribute) and node.value.attr == "shape")
+    index = node.slice.operand if isinstance(node.slice, ast.UnaryOp) else node.slice
+    of_shape = isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+    return isinstance(index, ast.Constant) and type(index.value) is int and not of_shape
 
 
 def are_names(target: ast.expr) -> bool:
@@ -57,16 +52,10 @@ def indexed_in_place(source: str) -> list[str]:
     return unnamed
 
 
-def offenders() -> dict[str, list[str]]:
-    paths = PACKAGE.rglob("*.py")
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in paths}
-    indexed = {name: indexed_in_place(source) for name, source in sources.items()}
-    return {name: lines for name, lines in indexed.items() if lines}
-
-
 def test_entries_of_tuples_have_names():
     """A function unpacks its tuples in its first lines, or names entries: ``WIDTH = SIZES[0]``."""
-    assert offenders() == {}
+    indexed = {path: indexed_in_place(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {path: lines for path, lines in indexed.items() if lines} == {}
 
 
 CODE = """

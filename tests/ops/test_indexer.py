@@ -70,9 +70,6 @@ def test_sortable_orders_every_kind_of_float():
     assert zeros[2] == zeros[3]
 
 
-IN_ROWS = ("indexer_logits", "indexer_select")
-
-
 def test_rows_of_tokens_give_the_hand_computed_numbers():
     """Three requests of two tokens have keys that score 64, 512, NaN and 256. One selects all, one
     has a padding token, and one has no existing block."""
@@ -127,7 +124,7 @@ def test_a_schedule_of_rows_is_that_of_their_longest_lengths():
     assert ops.paged_mqa_logits_metadata(lens[:0], **sizes).tolist() == [[0, 0]] * 133
 
 
-@pytest.mark.parametrize("name", IN_ROWS)
+@pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
 def test_rows_of_tokens_are_those_of_the_flattened_form(name):
     @sampled(60)
     @given(testing.strategy(name), st.integers(1, 5), st.booleans())

@@ -78,13 +78,6 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def row_of(block: list[int], at: int) -> list[int]:
-    """Return a row of ones with ``block`` as its block number ``at``."""
-    row = [ONE] * CODES + ROPE
-    row[at * BLOCK : (at + 1) * BLOCK] = block + [0] * (BLOCK - len(block))
-    return row
-
-
 def test_the_oracle_gives_the_numbers_by_hand() -> None:
     for name, (block, scale, codes) in BLOCKS.items():
         padded = block + [0] * (BLOCK - len(block))
@@ -162,7 +155,7 @@ def test_every_code_under_every_scale_is_read_like_the_oracle() -> None:
 def test_a_cache_of_more_than_two_gigabytes() -> None:
     memory = torch.empty(9 * 2**28, dtype=torch.uint8)  # only block 8 is ever written
     cache = memory.as_strided((9, 1728), (2**28, 1))
-    k = bf16([row_of([], 0)])
+    k = bf16([[0] * BLOCK + [ONE] * (CODES - BLOCK) + ROPE])
     ops.quantize_and_insert_k_cache(k, cache, i64([17]), block_size=2)
     back = ops.gather_k_cache(cache, i32([2]), None, i32([[8]]), block_size=2, num_rows=2)
     assert torch.equal(bits(back[0, 1]), bits(k[0]))

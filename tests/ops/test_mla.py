@@ -17,10 +17,6 @@ from tests.helpers import i32, i64
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
 
-def normal(seed: int, *shape: int, dtype: torch.dtype = F32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def test_offsets_of_rows_of_656_bytes():
     layout = MlaDsFp8Layout(64)
     assert layout.shape(3) == (3, 64, 656)
@@ -179,7 +175,7 @@ class MaxNumel(TorchDispatchMode):
 
 
 def test_memory_of_a_decode_does_not_grow_with_the_block_table():
-    q, cache = normal(0, 2, 4, 40), normal(1, 4, 64, 40)
+    q, cache = torch.randn(2, 4, 40), torch.randn(4, 64, 40)
     token = i32([65, 3]), i32([0, 1])
     settings = {"softmax_scale": 1.0, "block_size": 64, "kv_lora_rank": 24, "layout": "plain"}
     settings |= {"num_splits": 0, "batch_invariant": False}

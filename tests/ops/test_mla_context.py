@@ -28,11 +28,6 @@ def settings_of(random: Random) -> dict:
     }
 
 
-def context_of(random: Random) -> list[int]:
-    long = random.choice((5, 40))
-    return [random.choice((0, random.randint(0, long))) for _ in range(random.randint(0, 6))]
-
-
 def has_blocks(settings: dict, num_reqs: int) -> bool:
     """Return whether a chunk can hold a block and a round of the ranks per request."""
     ranks = settings["cp_world_size"]
@@ -67,7 +62,8 @@ def test_the_plans_on_host_and_device_are_one() -> None:
     bounds their number."""
     for seed in range(2000 if NIGHTLY else 300):
         random = Random(seed)
-        settings, lens = settings_of(random), context_of(random)
+        settings, long = settings_of(random), random.choice((5, 40))
+        lens = [random.choice((0, random.randint(0, long))) for _ in range(random.randint(0, 6))]
         sizes = {"num_reqs": len(lens), "max_model_len": max([1, *lens]), **settings}
         if settings["chunk_plan"] == "equal" and not has_blocks(settings, len(lens)):
             with pytest.raises(ValueError, match="an equal plan of"):

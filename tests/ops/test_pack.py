@@ -7,6 +7,7 @@ import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.contract import checks
+from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import i32, nightly
 
 STARTS = i32([0, 3, 3, 4, 9, 9])
@@ -18,12 +19,6 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     if dtype == FP8:
         return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(FP8)
     return (torch.randn(shape, generator=generator) * 50).to(dtype)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype == FP8:
-        left, right = left.view(torch.uint8), right.view(torch.uint8)
-    return torch.equal(left, right)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +36,10 @@ def test_unpacked_is_what_was_packed(dtype, trailing):
     packed = ops.pack_seq(x, STARTS, next_n=5)
     assert packed.shape == (5, 5, *trailing)
     assert packed.dtype == dtype
-    assert same_bits(packed[3], x[4:9])
+    assert equal(packed[3], x[4:9])
     assert not packed[:, 3:][:3].float().any()
     back = ops.unpack_seq(packed, STARTS, num_tokens=11)
-    assert same_bits(back[:9], x[:9])
+    assert equal(back[:9], x[:9])
     assert not back[9:].float().any()
 
 

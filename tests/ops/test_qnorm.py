@@ -13,6 +13,7 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.compile.test_compiled_cache import cache_sized_buffers
 from tests.helpers import i64, nightly
 from tests.ops.test_contract import one_nan, patterns
+from tests.ops.test_rope import normal
 from tests.oracles import rope as oracles
 from tests.support.sampled import sampled
 
@@ -20,10 +21,6 @@ TABLE = ops.rope_cos_sin_cache(200, theta=160000.0, scaling=ops.YarnScaling())
 FP8 = {"eps": 1e-6, "block_size": 64}
 SLOTS = i64([3, 70, -1, 100, 319, 320, 5])
 WHERE = i64([0, 199, 7, 200, -1, 128, 64])
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 def garbage(layout: str) -> torch.Tensor:

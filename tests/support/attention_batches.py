@@ -86,11 +86,6 @@ def indices_of(
     return torch.where(behind, rest, indices)
 
 
-def split_slots(made: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    order = torch.randperm(count, generator=made)
-    return order[: count // 2], order[count // 2 :]
-
-
 def settings_of(block: int, extra_block: int, **changed: object) -> dict[str, object]:
     sizes = {"swa_block_size": block, "extra_block_size": extra_block}
     rest = {"softmax_scale": SCALE, "layout": "v4_fp8", "num_splits": 0, "batch_invariant": False}
@@ -124,7 +119,8 @@ def decode_case(
             tensors += [None] * 3
             continue
         blocks = -(-count // size)
-        slots, unused = split_slots(stored, blocks * size)
+        order = torch.randperm(blocks * size, generator=stored)
+        slots, unused = order.tensor_split([len(order) // 2])
         k = keys_of(stored, len(slots), deviation)
         cache = cache_of(MainLayout(size), blocks, slots, k)
         lens = ragged_lens(made, tokens, width, adversarial)

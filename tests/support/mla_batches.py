@@ -42,12 +42,6 @@ def cache_of(
     return cache
 
 
-def _fill_unseen(cache: Tensor, seen: Tensor) -> Tensor:
-    """Write NaN to every row that no token sees."""
-    nan = torch.full_like(cache, 0xFF if cache.dtype == torch.uint8 else math.nan)
-    return torch.where(seen[..., None], cache, nan)
-
-
 def mla_case(
     seed: int,
     query_lens: list[int],
@@ -114,7 +108,8 @@ def mla_case(
         "batch_invariant": False,
         **changed,
     }
-    cache = _fill_unseen(cache, seen)
+    nan = torch.full_like(cache, 0xFF if cache.dtype == torch.uint8 else math.nan)
+    cache = torch.where(seen[..., None], cache, nan)  # no token sees the other rows
     hints = (starts if hint else None, None)
     return Case("dense", (q, cache, seq_lens, requests, table, *hints, *scales), settings)
 

@@ -20,6 +20,7 @@ PREFILL = "sparse_mla_prefill"
 GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
 MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows per block
 BAD = (-1, INT32_MIN, INT32_MAX)
+PLACES = (0, 2, 3, 7)  # of tensors with a row per token
 
 
 def unsplit(case: Case) -> Case:

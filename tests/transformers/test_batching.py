@@ -16,7 +16,7 @@ from dsv4_ops.core.versions import release
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
 from dsv4_ops.integrations.transformers.generation import kept
-from dsv4_ops.testing.models import small_mla_model, small_model
+from dsv4_ops.testing.models import SPARSE, small_mla_model, small_model
 from tests.fakes import graphs
 from tests.helpers import nightly
 
@@ -31,9 +31,8 @@ if SERVES:
 
     from dsv4_ops.integrations.transformers.batching import manager as batching
 
-CSA = {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
 MAKERS = {
-    "v4": functools.partial(small_model, **CSA),
+    "v4": functools.partial(small_model, layer_types=[SPARSE], mlp_layer_types=["moe"]),
     "v4, all kinds of layers": small_model,
     "v3": functools.partial(small_mla_model, num_hidden_layers=1),
 }
@@ -114,16 +113,15 @@ def steps(monkeypatch):
     return sizes
 
 
-SAME = pytest.mark.nightly("the same of V3, and of V4 with one scheduler")
-
-
 @pytest.mark.parametrize(
     ("name", "scheduler"),
     [
         ("v4", "fifo"),
         ("v3", "fifo"),
         ("v3", "prefill_first"),
-        pytest.param("v4, all kinds of layers", "fifo", marks=SAME),
+        *nightly(
+            "the same of V3, and of V4 with one scheduler", ("v4, all kinds of layers", "fifo")
+        ),
     ],
 )
 def test_each_request_gets_the_tokens_of_generate(name, scheduler, steps, caches):
@@ -189,7 +187,6 @@ def test_a_step_is_compiled_once(name, count):
     and sizes of 1 need no graph of their own."""
     model = v4.patch(MAKERS[name](), kv="fp32", precision="reference")
     prompts = [prompt[:count] for prompt in prompts_of(8)]
-    torch._dynamo.reset()
     counters.clear()
     want = expected(patched(name), prompts, 3)
     graphs = []

@@ -27,12 +27,6 @@ def compiled_step(step):
     return lambda _, batch, cache: step(batch, cache)
 
 
-def deep_model(kinds):
-    mlps = ["hash_moe"] * 3 + ["moe"] * (len(kinds) - 3)
-    model = small_model(layer_types=kinds, mlp_layer_types=mlps)
-    return v4.patch(model, kv="fp32", precision="serve")
-
-
 OF_A_KIND = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
 
 
@@ -158,7 +152,9 @@ def test_a_file_has_a_part_for_every_kind_of_layer(tmp_path, parts):
     counters.clear()
     file = {"cache_file": tmp_path / "step.cache"}
     for start in ("compiled", "loaded"):
-        model, announced = deep_model(KINDS), []
+        mlps, announced = ["hash_moe"] * 3 + ["moe"] * 3, []
+        model = small_model(layer_types=KINDS, mlp_layer_types=mlps)
+        model = v4.patch(model, kv="fp32", precision="serve")
         step = v4.compile_step(model, mode="regional", on_part=announced.append, **file)
         engines = [Engine(model, new_cache(model), text()) for _ in range(2)]
         for engine in engines:

@@ -16,11 +16,6 @@ from tests.support.hf_models import REQUESTS, Engine, new_cache, reference, text
 OLDEST, _ = supported("torch")
 
 
-def of_lane(family):
-    """Return whether this lane compiles a family: `make lanes` both, CI's oldest V4, others V3."""
-    return EVERY or (family == "v4") == (release(torch.__version__) == release(OLDEST))
-
-
 @pytest.mark.smoke
 @pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; `make demo` packages a step")
 @pytest.mark.parametrize("family", ["v3", "v4"])
@@ -28,7 +23,8 @@ def test_inductors_code_of_hugging_faces_form(family):
     """All steps are one graph, because their lengths are on the device, and have Hugging Face's
     logits. The model has all types of layers in `make lanes`, but one in `make smoke`: test_cli.py
     traces all types, and the contract compiles the ops."""
-    if not of_lane(family):
+    is_oldest = release(torch.__version__) == release(OLDEST)  # of CI's lanes: it compiles V4
+    if not EVERY and (family == "v4") != is_oldest:
         pytest.skip("another lane of CI compiles this family, `make lanes` both")
     one = {"layer_types": [HEAVY], "mlp_layer_types": ["moe"]}
     if family == "v3":

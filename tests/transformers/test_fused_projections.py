@@ -13,6 +13,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
 from dsv4_ops.integrations.transformers.modules import fused_projections
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
+from dsv4_ops.testing.contract.compare import equal
 from tests.support.hf_models import first_step
 
 PARTS = {
@@ -48,10 +49,6 @@ def layers_of(holder, attention):
     return next(of(holder) for of, name in PARTS.items() if name in holder._modules)
 
 
-def as_bytes(value):
-    return value.contiguous().flatten().view(torch.uint8)
-
-
 def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
     before = {name: value.clone() for name, value in loaded.state_dict().items()}
     monkeypatch.setattr(fused_projections, "FUSED_ON", ("cpu",))
@@ -59,7 +56,7 @@ def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
     after = model.state_dict()
     assert list(after) == list(before)
     for name, value in before.items():
-        assert torch.equal(as_bytes(after[name]), as_bytes(value)), name
+        assert equal(after[name], value), name
     compressor = model.model.layers[0].self_attn.compressor
     kv, gate, *_ = fused_projections.of_compressor(compressor)
     assert gate.weight.data_ptr() == compressor.dsv4_ops_fused.weight[len(kv.weight) :].data_ptr()

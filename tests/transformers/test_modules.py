@@ -60,11 +60,6 @@ class Double(nn.Module):
         return 2 * weight
 
 
-def with_lora(model, names):
-    for name in names:
-        model.set_submodule(name, LoraLinear(model.get_submodule(name)))
-
-
 def doubled(_module, _args, out):
     """A hook that doubles the first result."""
     return 2 * out if isinstance(out, torch.Tensor) else (2 * out[0], *out[1:])
@@ -83,7 +78,8 @@ def hooked(model):
 
 
 def adapted(model):
-    with_lora(model, [*PROJECTIONS, "lm_head", "model.layers.1.self_attn.o_b_proj"])
+    for name in (*PROJECTIONS, "lm_head", "model.layers.1.self_attn.o_b_proj"):
+        model.set_submodule(name, LoraLinear(model.get_submodule(name)))
 
 
 def replaced(model):
@@ -108,9 +104,6 @@ def parametrized(model):
     nn.utils.parametrize.register_parametrization(layer.compressor, "position_bias", Double())
 
 
-CHANGES = (hooked, adapted, replaced, parametrized)
-
-
 def run(model):
     tokens = text()[:2, :LENGTH]
     cache = new_cache(model, max_batch_size=2, max_cache_len=64)
@@ -122,7 +115,7 @@ def run(model):
 
 
 @pytest.mark.parametrize("precision", ["serve", *nightly("that of serving", "reference")])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [hooked, adapted, replaced, parametrized])
 def test_what_is_in_a_models_modules_runs(change, precision):
     stock = small_model()
     change(stock)

@@ -82,7 +82,6 @@ def quantized_values(x, *, floor, power_of_two):
 
 
 OFFICIAL = {"floor": 1e-4, "power_of_two": True}
-HUGGING_FACE = {"floor": 1e-12, "power_of_two": False}
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -94,7 +93,7 @@ def test_linear_layers_multiply_the_stored_codes(patched, exact, name):
     recipes = {
         v4.Recipe.serve(): x.double(),
         v4.Recipe.serve(activations="fp8"): quantized_values(x, **OFFICIAL),
-        v4.Recipe.reference(): quantized_values(x, **HUGGING_FACE),
+        v4.Recipe.reference(): quantized_values(x, floor=1e-12, power_of_two=False),
     }
     found = []
     for recipe, inputs in recipes.items():

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import small_mla_model, small_model
+from dsv4_ops.testing.models import SPARSE, small_mla_model, small_model
 
-CSA = {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
 MAKERS = {
-    "v4": functools.partial(small_model, **CSA),
+    "v4": functools.partial(small_model, layer_types=[SPARSE], mlp_layer_types=["moe"]),
     "v3": functools.partial(small_mla_model, num_hidden_layers=2),
 }
 IDS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(3))

@@ -14,14 +14,13 @@ import dsv4_ops
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.modules.replacement import class_of, defining_class
 from dsv4_ops.integrations.transformers.steps.export import DecodeModule
-from dsv4_ops.testing.models import small_mla_model, small_model
+from dsv4_ops.testing.models import SPARSE, small_mla_model, small_model
 from tests.helpers import nightly
 from tests.support.hf_models import Engine, new_cache, text
 from tests.support.ranks import run_ranks
 
-CSA = {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
 FAMILIES = {
-    "v4": functools.partial(small_model, **CSA),
+    "v4": functools.partial(small_model, layer_types=[SPARSE], mlp_layer_types=["moe"]),
     "v3": functools.partial(small_mla_model, num_hidden_layers=1, first_k_dense_replace=0),
 }
 """Models with few layers, whose steps compile in seconds."""

@@ -34,7 +34,6 @@ SETTINGS = [
     for chosen in OPS[name].implementation("testing").settings
     if chosen["layout"] == MainLayout.tag
 ]
-each_decode = pytest.mark.parametrize("name", [DECODE, PAGED])
 each_op = pytest.mark.parametrize("name", KERNELS)
 each_split = pytest.mark.parametrize("splits", [3, *nightly("3 of them", 0, 1)])
 
@@ -138,7 +137,7 @@ def test_a_program_joins_several_tokens(name, what, monkeypatch):
         getattr(interpret_mla, what)(name, case)
 
 
-@each_decode
+@pytest.mark.parametrize("name", [DECODE, PAGED])
 def test_pieces_that_are_none_write_nothing(name):
     """A wrong plan row has one invalid number. Its token has no valid row, so the call writes
     nothing for this token."""

@@ -34,7 +34,6 @@ def tamed(name: str, case: Case) -> Case:
     return Case(case.name, tuple(tensors), case.settings)
 
 
-AMPERE = Launcher(EAGER.wrap, capability=(8, 6))
 SMALL_TILES = {"sparse_mla_decode": 3, "sparse_mla_decode_paged": 2, "sparse_mla_prefill": 3}
 """Numbers of named cases that also run with the tiles of GPUs other than Hopper."""
 
@@ -87,7 +86,7 @@ def main(examples: int, *names: str) -> None:
             for case in testing.cases_of(name):
                 check(name, case)
             for case in testing.cases_of(name)[: SMALL_TILES.get(name, 0)]:
-                check(name, case, partial(run, launch=AMPERE))
+                check(name, case, partial(run, launch=Launcher(EAGER.wrap, capability=(8, 6))))
             check(name, testing.cases_of(name)[-1], repeated)
             fuzz(name, examples)
             print(name, len(testing.cases_of(name)) + examples)

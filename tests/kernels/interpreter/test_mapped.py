@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import nightly
 from tests.kernels.interpreter.mapped import run_mapped
 
 pytest.importorskip("triton", reason="published for Linux only")
 pytestmark = pytest.mark.slow
 
-SEVERAL_FLAGS = pytest.mark.nightly("two ranks raise one flag each; GPUs run four ranks")
 MORE = pytest.mark.nightly("other tiles")
 
 
 @pytest.mark.parametrize(
-    "world", [2, *(pytest.param(each, marks=SEVERAL_FLAGS) for each in (3, 4))]
+    "world", [2, *nightly("two ranks raise one flag each; GPUs run four ranks", 3, 4)]
 )
 def test_ranks_work_in_each_others_memory(world: int, tmp_path: Path) -> None:
     """Calls have changing shapes, and run twice, because counters continue. Gathers are equal byte

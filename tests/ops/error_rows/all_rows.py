@@ -40,7 +40,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 CALLABLES: dict[str, Callable[..., Any]] = {**FUNCTIONS, "AttentionSpec": AttentionSpec}
 
 TENSOR_KINDS = ("Tensor", "Tensor | None")
-INT_KINDS = ("int", "int | None")
 DTYPES = (torch.int32, torch.int64, torch.float32, torch.bool)
 TABLE: dict[str, list[says.Entry]] = {}
 for stem in pkgutil.iter_modules(error_rows.__path__, f"{error_rows.__name__}."):
@@ -70,7 +69,7 @@ def generated(op: str) -> Iterator[says.Entry]:
     for name, kind in kinds.items():
         if kind in TENSOR_KINDS:
             yield from tensor_rows(op, name, order[0], optional=kind.endswith("None"))
-        elif kind in INT_KINDS:
+        elif kind in ("int", "int | None"):
             lowest = () if op == "AttentionSpec" else (-(2**40),)
             yield from int_rows(name, *lowest, optional=kind.endswith("None"))
         elif name == "impl":

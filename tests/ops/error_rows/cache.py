@@ -19,7 +19,7 @@ from dsv4_ops.core.layout import (
 )
 from tests.helpers import i32, i64
 from tests.ops.error_rows import wording as says
-from tests.ops.error_rows.valid import INSERT_PLAIN, MAIN, QUANTIZE_INDEXER, QUANTIZE_K
+from tests.ops.error_rows.valid import MAIN
 
 ALLOCATE_PLAIN = "Allocate it with PlainLayout(block_size).allocate(num_blocks)"
 PLAIN_DTYPES = "torch.bfloat16 or torch.float32"
@@ -163,13 +163,12 @@ OUT = torch.zeros(3, 4, 512, dtype=torch.bfloat16)
 TABLE: dict[str, list[says.Entry]] = {
     **{
         op: [*cache_rows(kind, other), *layout_rows(tag), *row_count_rows(width)]
-        for ops, kind, other, tag, width in (
-            (QUANTIZE_K, MainLayout, IndexerLayout, "v4_fp8", 512),
-            (QUANTIZE_INDEXER, IndexerLayout, MainLayout, "v4_indexer_fp8", 128),
+        for op, kind, other, tag, width in (
+            ("quantize_and_insert_k_cache", MainLayout, IndexerLayout, "v4_fp8", 512),
+            ("quantize_and_insert_indexer_k", IndexerLayout, MainLayout, "v4_indexer_fp8", 128),
         )
-        for op in ops
     },
-    **{op: [*insert_plain_rows(), *row_count_rows(512)] for op in INSERT_PLAIN},
+    "insert_k_cache": [*insert_plain_rows(), *row_count_rows(512)],
     "dequantize_and_gather_k_cache": [
         *cache_rows(MainLayout, IndexerLayout),
         *layout_rows("v4_fp8"),

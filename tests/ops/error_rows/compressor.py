@@ -9,7 +9,8 @@ from tests.helpers import i32, i64
 from tests.ops.error_rows import cache, wording as says
 from tests.ops.error_rows.valid import MAIN, NUMBERS, ORDER, OWN, Valid
 
-SAVE, COMPRESS, STEP = ("save_compressor_states",), ("compress_and_insert",), ("save_and_compress",)
+SAVE, STEP = "save_compressor_states", "save_and_compress"
+BOTH = ("compress_and_insert", STEP)
 ALLOCATE = "Allocate it with StateLayout(block_size).allocate(num_blocks)"
 
 
@@ -19,13 +20,10 @@ def states(block_size: int, width: int) -> Valid:
 
 
 OWN |= {
-    **{
-        op: {
-            "kv_score": Valid(torch.ones(5, 12), "[num_tokens, 12]"),
-            "ape": Valid(torch.ones(4, 6), "[4, width]"),
-            "states": states(64, 12),
-        }
-        for op in SAVE
+    SAVE: {
+        "kv_score": Valid(torch.ones(5, 12), "[num_tokens, 12]"),
+        "ape": Valid(torch.ones(4, 6), "[4, width]"),
+        "states": states(64, 12),
     },
     **{
         op: {
@@ -38,20 +36,19 @@ OWN |= {
             "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]"),
             "k_cache": MAIN,
         }
-        for op in (*COMPRESS, *STEP)
+        for op in BOTH
     },
 }  # fmt: skip
-for op in STEP:
-    OWN[op]["state_slot_mapping"] = Valid(i64([12, 13, 8, 9, 4]), "[num_tokens]")
+OWN[STEP]["state_slot_mapping"] = Valid(i64([12, 13, 8, 9, 4]), "[num_tokens]")
 NUMBERS |= {"eps": 1e-6, "overlap": True, "state_block_size": 4}
 COMPRESS_ORDER = (
     "positions", "req_indices", "slot_mapping", "state_block_table", "k_cache", "norm_weight",
     "cos_sin_cache", "ape", "kv_score", "states",
 )  # fmt: skip
 ORDER |= {
-    **dict.fromkeys(SAVE, ("slot_mapping", "positions", "ape", "kv_score", "states")),
-    **dict.fromkeys(COMPRESS, COMPRESS_ORDER),
-    **dict.fromkeys(STEP, (*COMPRESS_ORDER, "state_slot_mapping")),
+    SAVE: ("slot_mapping", "positions", "ape", "kv_score", "states"),
+    "compress_and_insert": COMPRESS_ORDER,
+    STEP: (*COMPRESS_ORDER, "state_slot_mapping"),
 }
 
 
@@ -97,9 +94,9 @@ def compress_rows() -> Iterator[says.Entry]:
 
 
 TABLE: dict[str, list[says.Entry]] = {
-    **{op: [*states_rows(64, 12, "block_size")] for op in SAVE},
+    SAVE: [*states_rows(64, 12, "block_size")],
     **{op: [*cache.cache_rows(MainLayout, IndexerLayout),
      *cache.layout_rows("v4_fp8", "v4_indexer_fp8", "plain"), *says.float_rows("eps", 0),
      *states_rows(4, 2048, "state_block_size"), *says.flag_rows("overlap"), *compress_rows(),
-     *(says.flag_rows("save_first") if op in STEP else ())] for op in (*COMPRESS, *STEP)},
+     *(says.flag_rows("save_first") if op == STEP else ())] for op in BOTH},
 }  # fmt: skip

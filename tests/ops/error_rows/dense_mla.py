@@ -13,7 +13,6 @@ from tests.ops.error_rows.mla import plan_rows
 from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, ORDER, OWN, Valid
 
-INSERTS = ("mla_insert_kv",)
 GATHERS = ("mla_gather_kv", "mla_gather_codes")
 HALVES = "torch.bfloat16 or torch.float16 or torch.float32"
 LAYOUT = MlaFp8Layout(64, 32)
@@ -29,13 +28,10 @@ CODED = {"kv_cache": CACHE, "layout": Valid("mla_fp8", ""), "scale": SCALE}
 PLAN = Valid(i32([[token, 0, 1, 0] for token in range(6)]), "[num_tiles, 4]")
 WEIGHT = torch.ones(192, 4).to(torch.float8_e4m3fn)
 OWN |= {
-    **{
-        op: {
-            **CODED,
-            "kv_c": Valid(bf16(5, 24), "[num_rows, kv_lora_rank]", HALVES),
-            "k_pe": Valid(bf16(5, 8), "[num_rows, rope_dim]"),
-        }
-        for op in INSERTS
+    "mla_insert_kv": {
+        **CODED,
+        "kv_c": Valid(bf16(5, 24), "[num_rows, kv_lora_rank]", HALVES),
+        "k_pe": Valid(bf16(5, 8), "[num_rows, rope_dim]"),
     },
     **{op: {**CODED, "slot_mapping": Valid(i64([0, 1, -1]), "[num_rows]")} for op in GATHERS},
     "mla_dequantize_rows": {
@@ -87,7 +83,7 @@ COUNTS |= {
     "qk_nope_head_dim": "the values of a query without RoPE",
 }
 ORDER |= {
-    **dict.fromkeys(INSERTS, ("slot_mapping", "kv_c", "k_pe", "kv_cache", "scale")),
+    "mla_insert_kv": ("slot_mapping", "kv_c", "k_pe", "kv_cache", "scale"),
     "split_kv_b_proj": ("weight", "scale"),
 }
 CODED_LAYOUTS = ("mla_fp8", "mla_ds_fp8")
@@ -182,7 +178,7 @@ def weight_rows() -> Iterator[says.Entry]:
 
 
 TABLE: dict[str, list[says.Entry]] = {
-    **{op: list(insert_rows()) for op in INSERTS},
+    "mla_insert_kv": list(insert_rows()),
     **{op: [*layout_rows(*layouts, *CODED_LAYOUTS), *stride_rows(), tiled_row()]
      for op, layouts in (("mla_gather_kv", ("plain",)), ("mla_gather_codes", ()))},
     "mla_dequantize_rows": [*layout_rows(*CODED_LAYOUTS),

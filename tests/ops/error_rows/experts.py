@@ -48,7 +48,6 @@ COUNTS |= {
     "num_experts": "the experts on this device",
 }
 BLOCK, BF16_WEIGHTS = "the values of a block", "with bfloat16 weights"
-DOWN_SCALE = "[num_experts, 256, 4]"
 
 TABLE: dict[str, list[says.Entry]] = {
     "route": [
@@ -76,7 +75,7 @@ TABLE: dict[str, list[says.Entry]] = {
         says.at_least("num_experts", 1, 0, gate_up=packed(0, 256, 128)),
         says.exactly("gate_up", "[num_experts, gate_up_size, 128]", packed(3, 256, 256), 2),
         says.dtype("down", "torch.int8", codes(3, 256, 128)),
-        says.exactly("down_scale", DOWN_SCALE, powers(3, 4, 256), 1),
+        says.exactly("down_scale", "[num_experts, 256, 4]", powers(3, 4, 256), 1),
         says.no_tensor("down_scale", None, "Pass a torch.uint8 tensor"),
         says.wrong("gate_up_scale", f"be None {BF16_WEIGHTS}",
          "a tensor", "Only codes have scales", gate_up=bf16(3, 256, 256), activations="bf16"),

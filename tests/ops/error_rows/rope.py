@@ -10,7 +10,6 @@ from tests.helpers import i32, i64
 from tests.ops.error_rows import cache, wording as says
 from tests.ops.error_rows.valid import MAIN, MINIMUM, NUMBERS, OWN, Valid
 
-QNORM = ("qnorm_rope_kv_insert",)
 EVERY_DTYPE = "torch.int32 torch.int64 torch.float32 torch.bool"
 ANY = "Pass a tensor of any dtype"
 
@@ -32,10 +31,10 @@ OWN |= {
     "inverse_rope_group": {**ANGLES, "o": Valid(bf16(5, 4, 128), "[num_tokens, num_heads, dim]")},
     "inverse_rope_group_quantize": {**ANGLES,
      "o": Valid(bf16(5, 4, 512), "[num_tokens, num_heads, 512]")},
-    **{op: {"q": Valid(bf16(5, 2, 512), "[num_tokens, num_heads, 512]"),
+    "qnorm_rope_kv_insert": {"q": Valid(bf16(5, 2, 512), "[num_tokens, num_heads, 512]"),
      "kv": Valid(bf16(5, 512), "[num_tokens, 512]"), "k_cache": MAIN,
      "slot_mapping": Valid(i64([0, 1, 2, 3, 4]), "[num_slots]"),
-     "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, 64]")} for op in QNORM},
+     "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, 64]")},
     "pack_seq": {"x": Valid(bf16(5, 3), "[num_tokens, size]", EVERY_DTYPE, advice=ANY,
      any_rank=True)},
     "unpack_seq": {"packed": Valid(bf16(3, 2, 4), "[num_reqs, next_n, size]", EVERY_DTYPE,
@@ -100,17 +99,14 @@ TABLE: dict[str, list[says.Entry]] = {
         *says.word_rows("scale_layout", "the matrix product takes",
          "row", "column_padded", "ue8m0_packed", unknown=("column", "", "ROW")),
     ],
-    **{
-        op: [
-            *cache.cache_rows(MainLayout, IndexerLayout),
-            *cache.layout_rows("v4_fp8", "plain"),
-            *cache.inside_rows("k_cache", 512),
-            *says.float_rows("eps", 0),
-            says.slots_for_tokens("slot_mapping", i64([-1] * 6)),
-            *cache.tagged(plain_insert_rows()),
-        ]
-        for op in QNORM
-    },
+    "qnorm_rope_kv_insert": [
+        *cache.cache_rows(MainLayout, IndexerLayout),
+        *cache.layout_rows("v4_fp8", "plain"),
+        *cache.inside_rows("k_cache", 512),
+        *says.float_rows("eps", 0),
+        says.slots_for_tokens("slot_mapping", i64([-1] * 6)),
+        *cache.tagged(plain_insert_rows()),
+    ],
     "pack_seq": [
         *[says.no_float("pad", value) for value in (True, "1", None, torch.tensor(2.0))],
         *pad_rows(),

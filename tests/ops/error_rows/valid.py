@@ -57,16 +57,13 @@ MAIN = cache(MainLayout(64), "[num_blocks, page_bytes]")
 INDEXER = cache(IndexerLayout(64), "[num_blocks, page_bytes]")
 PLAIN = cache(PlainLayout(64), "[num_blocks, block_size, width]", "torch.bfloat16 or torch.float32")
 
-QUANTIZE_K = ("quantize_and_insert_k_cache",)
-QUANTIZE_INDEXER = ("quantize_and_insert_indexer_k",)
-INSERT_PLAIN = ("insert_k_cache",)
-INSERTS = (*QUANTIZE_K, *QUANTIZE_INDEXER, *INSERT_PLAIN)
+INSERTS = ("quantize_and_insert_k_cache", "quantize_and_insert_indexer_k", "insert_k_cache")
 
 # op -> tensors with another meaning than in other ops
 OWN: dict[str, dict[str, Valid]] = {
-    **{op: {"k": keys(512, "[num_rows, 512]"), "k_cache": MAIN} for op in QUANTIZE_K},
-    **{op: {"k": keys(128, "[num_rows, 128]"), "k_cache": INDEXER} for op in QUANTIZE_INDEXER},
-    **{op: {"k": keys(512, "[num_rows, width]"), "k_cache": PLAIN} for op in INSERT_PLAIN},
+    "quantize_and_insert_k_cache": {"k": keys(512, "[num_rows, 512]"), "k_cache": MAIN},
+    "quantize_and_insert_indexer_k": {"k": keys(128, "[num_rows, 128]"), "k_cache": INDEXER},
+    "insert_k_cache": {"k": keys(512, "[num_rows, width]"), "k_cache": PLAIN},
     "dequantize_and_gather_k_cache": {"k_cache": MAIN},
     "gather_k_cache": {"k_cache": MAIN},
     "gather_indexer_k": {"k_cache": INDEXER},
