@@ -1,6 +1,7 @@
 """Small V3.2 and GLM-5 models on a GPU, with FP8 caches of 656 and 132 bytes per token: captured
 and packaged steps are as near to float32 as eager steps, and drafts keep the tokens."""
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -10,9 +11,10 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from torch._dynamo.utils import counters
 
+from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.loading import draft
-from dsv4_ops.testing.models import random_weight, small_dsa_model
+from dsv4_ops.testing.models import random_weight, small_dsa_model, small_mla_model
 from tests.support.hf_models import LENGTH, REQUESTS, Engine, run_packaged, run_randomly, text
 
 DEVICE = "cuda"
@@ -63,6 +65,30 @@ def test_logits_in_float32(family):
     model = v4.patch(model, **EXACT)
     engine = Engine(model, cache_of(model), text())
     assert run_randomly(engine, Random(0), 130).worst(want) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["V3", "V3.2"])
+def test_first_chunks(family, monkeypatch):
+    """Compiled steps without contexts are as near to float32 as steps with contexts."""
+    monkeypatch.setattr(MlaSpec, "break_even", 0)
+    made = partial(small_mla_model, 3, first_k_dense_replace=3)
+    if family == "V3.2":
+        made = partial(small_dsa_model, family, **SIZES)
+    want = made(device=DEVICE)(text().to(DEVICE)).logits
+    model = v4.patch(made(device=DEVICE, dtype=torch.bfloat16), kv="bf16")
+    assert model.dsv4_ops_spec.may_skip_contexts(cache_of(model).tensors, 64)
+    step = v4.compile_step(model, v4.prefill_step, mode="regional", dynamic=True)
+    errors = []
+    for has_context in (True, False):
+        run = partial(step, has_context=has_context)
+        engine = Engine(model, cache_of(model), text())
+        for counts in ({0: 64, 1: 1}, {2: 33}):
+            padding = REQUESTS - len(counts)
+            engine.prefill(counts, padding=padding, step=lambda _, *given, run=run: run(*given))
+        engine.prefill({0: 50, 1: 100})
+        errors.append(engine.rms(want))
+    print(f"{family}: with contexts {errors[0]:.4f}, without {errors[1]:.4f}")
+    assert errors[1] < 1.2 * errors[0] < 0.3
 
 
 @pytest.mark.parametrize("exact", [False, True])
