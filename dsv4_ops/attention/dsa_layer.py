@@ -78,7 +78,8 @@ def dsa_layer(
 
     Returns:
         ``DsaAttention(out, slots)``, dense; ``out`` has the dtype of q. For padding tokens, ``out``
-        is 0 and all slots are -1. A step of expanded keys has no slots.
+        is 0 and all slots are -1. A step of expanded keys has no slots, and ``out`` is undefined
+        for tokens of a padding request.
 
     Mutates: ``cache``, at the slots of the step, before rows are selected.
 

@@ -55,7 +55,8 @@ def mla_layer(
 
     Returns:
         The input of the output projection, [num_tokens, num_heads * v_head_dim], dense, in the
-        dtype of q. Padding tokens have output 0.
+        dtype of q. Padding tokens have output 0, except for tokens of a padding request in a step
+        of expanded keys, whose output is undefined.
 
     Mutates: ``cache``, at the slots of the step, before attention reads it.
 

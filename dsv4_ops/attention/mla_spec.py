@@ -59,7 +59,7 @@ class MlaSpec:
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
         max_decode_tokens: With the context "chunked", maximum decode tokens per step; any extra
-            decode tokens are computed with the prefills. 0 if no request has a context.
+            decode tokens are computed with the prefills. 0 makes steps without decode tokens.
         workspace_rows: With "chunked", context rows per chunk; ``mla_workspace_rows`` suggests a
             number.
         max_chunks: With "chunked", maximum chunks per step; 0 if no request has a context.

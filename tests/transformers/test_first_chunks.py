@@ -9,8 +9,8 @@ import torch
 from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.steps import export
-from dsv4_ops.testing.models import small_model
-from tests.helpers import Called
+from dsv4_ops.testing.models import small_dsa_model, small_model
+from tests.helpers import Called, i32
 from tests.support.hf_models import Engine, text
 from tests.transformers.test_deepseek_v32 import (
     CLOSE,
@@ -92,9 +92,37 @@ def test_tokens_that_need_a_context_are_refused_or_dropped(family, counts, got):
         engine.prefill(counts, step=FIRST)
     assert torch.equal(engine.cache.tensors.layers[0].kv, rows)
     engine.prefill(counts, step=torch.compile(FIRST, fullgraph=True, backend="eager"))
-    assert int(engine.cache.tensors.dropped) == (2 if 2 in counts else 3)
+    # a dropped request keeps its length: no later step reads rows that this step did not write
+    assert int(engine.cache.tensors.dropped) == (TOPK + 2 if 2 in counts else 3)
+    assert engine.cache.seq_lens.tolist() == [12, counts.get(1, 0), 0]
     if 1 in counts:
-        torch.testing.assert_close(engine.logits[1][1], expected(family)[1, 1], rtol=0, atol=CLOSE)
+        got, want = engine.logits[1][1], expected(family)[1, 1]
+        torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize(("length", "row"), [(20, -1), (0, 1), (40, -1)])
+def test_padding_requests_may_own_tokens(length, row):
+    model, ids = reference("V3.2"), tokens()[0, :25]
+    cache = new_cache(model)
+    cache.add("a", 5)
+    batch = v4.StepBatch(ids, i32([0, 5, 25]), i32([5, length]), i32([0, row]))
+    got = FIRST(model, batch, cache)[0]
+    torch.testing.assert_close(got, expected("V3.2")[0, 4], rtol=0, atol=CLOSE)
+    assert int(cache.tensors.dropped) == 0
+
+
+def test_invariant_steps_do_not_depend_on_other_contexts():
+    """Whether the other row has a context decides nothing, so V3.2 selects rows in both calls."""
+    model = small_dsa_model("V3.2", index_topk=64)
+    v4.patch(model, kv="bf16", precision="reference", batch_invariant=True)
+    found = []
+    for context in (0, 8):
+        cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=128)
+        if context:
+            mask = torch.tensor([[0] * context, [1] * context])
+            model(text()[:2, 64 : 64 + context], cache=cache, attention_mask=mask)
+        found.append(model(text()[:2, :64], cache=cache).logits[0])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("family", ["V3", "V3.2"])

@@ -292,13 +292,18 @@ class ModelSpec(ABC):
         """
 
     @abstractmethod
-    def most_tokens(self, cache: CacheTensors, has_context: bool = True) -> int:
-        """Return the maximum tokens of a request in one step. For ``has_context``, see
-        ``prefill_step``."""
+    def most_tokens(self, cache: CacheTensors) -> int:
+        """Return the maximum tokens of a request in one step."""
 
-    def may_skip_contexts(self, cache: CacheTensors, longest: int) -> bool:
-        """Whether ``prefill_step(has_context=False)`` is faster, and allows requests of up to
-        ``longest`` tokens."""
+    @property
+    def most_first_tokens(self) -> int | None:
+        """Maximum tokens of a request in ``prefill_step(has_context=False)``; None if there is no
+        maximum besides that of all steps."""
+        return None
+
+    def skips_contexts(self, num_tokens: int, num_reqs: int, longest: int) -> bool:
+        """Whether ``prefill_step(has_context=False)`` runs fewer ops for a step of these sizes, and
+        allows requests of up to ``longest`` tokens."""
         return False
 
     @abstractmethod

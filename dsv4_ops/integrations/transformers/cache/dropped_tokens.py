@@ -96,14 +96,17 @@ def check_batch(
             raise unknown_id(op, "batch.tokens", ids, vocab_size)
 
 
-def check_first(op: str, batch: StepBatch, most: int) -> None:
+def check_first(op: str, batch: StepBatch, most: int | None) -> None:
     """Raise if a request has a context, or has more than ``most`` tokens. The check reads values
     of tensors."""
-    counts = batch.query_start_loc.diff().tolist()
-    for request, (count, length) in enumerate(zip(counts, batch.seq_lens.tolist(), strict=True)):
-        if count and (length > count or count > most):
+    tensors = batch.query_start_loc.diff(), batch.seq_lens, batch.rows
+    for request, (count, length, row) in enumerate(zip(*map(Tensor.tolist, tensors), strict=True)):
+        if not count or length <= 0 or row < 0:
+            continue
+        if length > count or (most is not None and count > most):
             of_request = f"{count} new tokens of {length} in request {request}"
-            rule = f"be True, unless every request begins in this step, with at most {most} tokens"
+            rule = "be True, unless every request begins in this step"
+            rule += "" if most is None else f", with at most {most} tokens"
             raise argument_error(op, "has_context", must=rule, got=of_request, do="Leave it out")
 
 

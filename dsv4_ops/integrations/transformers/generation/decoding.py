@@ -177,7 +177,7 @@ def decoded(model: Any, call: Call, streamer: Any, kept: KeptCache | None = None
     compiles = model._valid_auto_compile_criteria(call.inputs, call.config)
     step, captures = _eager(model), False
     if compiles:
-        compiled, rows = _compiled(model, call, kept is not None), len(call.prompts)
+        compiled, rows = _compiled(model, call, kept), len(call.prompts)
         captures = kept is None
         step = _whole(compiled) if kept is None else kept.step(compiled, rows)
     logits = None
@@ -418,20 +418,23 @@ def compiled_step(
     return steps[key]
 
 
-def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
+def _compiled(model: Any, call: Call, kept: KeptCache | None) -> CompiledStep:
     """Return the compiled decode step for the ``CompileConfig`` of a call.
 
     Before the first compile, let workers begin to compile the kernels of the prefill.
     """
     cache, rows = call.cache, len(call.prompts)
     step = compiled_step(model, decode_step, call.config.compile_config)
-    num_tokens = min(call.prompts.numel(), cache.max_chunk * rows)
-    if keeps:
+    columns, most = call.prompts.shape[1], cache.max_chunk if kept is None else kept.chunk
+    longest = min(columns, call.config.prefill_chunk_size or most, most)
+    num_tokens = longest * rows
+    if kept is not None:
         num_tokens, rows = bucket(num_tokens), min(rounded(rows, 1), cache.max_batch_size)
-    skips = model.dsv4_ops_spec.may_skip_contexts(cache.tensors, call.prompts.shape[1])
+    skips = model.dsv4_ops_spec.skips_contexts(num_tokens, rows, longest)
     first = {"has_context": False} if skips else {}
     prefills: DryRuns = getattr(model, STEPS).prefills
-    prefills.request_kernels(model, cache.tensors, num_tokens, rows, first)
+    for rest in (first, {}) if columns > longest and skips else (first,):
+        prefills.request_kernels(model, cache.tensors, num_tokens, rows, rest)
     if not step.parts and cache.device.type == "cuda":
         with _decoding(model):  # compiled layers depend on settings that ``_decoding`` changes
             _whole(step)(padding(rows, rows, cache.device), cache.tensors)

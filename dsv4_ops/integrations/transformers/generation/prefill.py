@@ -81,10 +81,11 @@ def prefilled(
     if max(len(batch.tokens) for batch, _ in batches) > kept.MOST_TOKENS:
         return None
     steps: dict[tuple[int, bool], KeptStep] = {}
-    skips = model.dsv4_ops_spec.may_skip_contexts(paged.tensors, max(batches[0][1]))
     try:
         for number, (batch, _) in enumerate(batches):
-            key = bucket(len(batch.tokens)), number > 0 or not skips
+            tokens, longest = bucket(len(batch.tokens)), min(most, ids.shape[1])
+            skips = model.dsv4_ops_spec.skips_contexts(tokens, len(ids), longest)
+            key = tokens, number > 0 or not skips
             if key not in steps:
                 steps[key] = cache.step(step, len(ids), *key)
             logits = steps[key](batch, paged.tensors)

@@ -338,7 +338,7 @@ class CompiledStep:
         captures = tensors.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._ranks is not None and not captures:  # a rank that raised above does not compare
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
-            self._ranks.agree("compile_step", "batch", "cpu", **shapes)
+            self._ranks.agree("compile_step", "batch", "cpu", **shapes, **of_parts)
         sizes = len(batch.tokens), len(batch.rows)
         if self.settings["dynamic"]:
             self._dry_runs.request_kernels(self.model, tensors, *sizes, of_parts)

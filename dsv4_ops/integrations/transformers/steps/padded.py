@@ -121,9 +121,10 @@ def padded_step(
         is_stored = is_stored & _to_columns(exists, columns).flatten()
     is_lost, has_context = False, True
     if may_wait(before):
-        lost = is_token.sum() > is_stored.sum()
-        is_lost, has_context = torch.stack((lost, (first > 0).any())).tolist()
-        has_context = has_context or not spec.may_skip_contexts(cache.tensors, length)
+        found = [is_token.sum() > is_stored.sum()]
+        if length > 1 and spec.skips_contexts(batch * length, batch, length):
+            found.append((first > 0).any())
+        is_lost, has_context, *_ = (*torch.stack(found).tolist(), True)  # one wait for the device
     if is_lost:
         num_lost = valid.sum(1) - positions.ge(0).sum(1)
         wrong = None if ids is None else ids[valid & ~in_vocabulary(ids, vocab_size)]

@@ -115,8 +115,8 @@ def prefill_step(
         has_context: Whether a request may have tokens in the cache before this step. If no request
             has any, pass False to save time: DeepSeek-V3 then expands no context, and DeepSeek-V3.2
             attends to all keys without its indexer, so a request of V3.2 may have at most
-            ``index_topk`` tokens. Such a step drops tokens of other requests, and tokens after
-            ``index_topk``.
+            ``index_topk`` tokens. Such a step drops all tokens of other requests. With
+            ``batch_invariant=True`` V3.2 runs its indexer.
 
     Returns:
         [num_reqs, vocab_size]. Rows of requests without tokens are undefined. The last norm and the
@@ -198,10 +198,10 @@ def checked(
         sizes = (spec.block_tokens, spec.most_tokens(cache))
         check_batch(op, batch, cache, model.config.vocab_size, sizes)
         if not has_context:
-            check_first(op, batch, spec.most_tokens(cache, has_context))
+            check_first(op, batch, spec.most_first_tokens)
         if spec.parallel is not None:
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
-            spec.parallel.agree(op, "batch", cache.device, **shapes)
+            spec.parallel.agree(op, "batch", cache.device, **shapes, has_context=has_context)
     return spec, cache
 
 
@@ -221,7 +221,8 @@ def build_step(
     has_context: bool = True,
 ) -> Any:
     """Build the data that all layers of a step share; store lengths, and count dropped tokens."""
-    step_tokens, counts = tokens_of(batch, cache, cache.seq_lens, has_context)
+    most = None if has_context else spec.most_first_tokens
+    step_tokens, counts = tokens_of(batch, cache, cache.seq_lens, has_context, most)
     requests = step_tokens.requests()
     of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=counts.device)[:, None]
     ends, first = (
@@ -324,6 +325,7 @@ def tokens_of(
     cache: CacheTensors,
     row_lengths: Tensor | None = None,
     has_context: bool = True,
+    most_tokens: int | None = None,
 ) -> tuple[StepTokens, Tensor]:
     """Map a batch's tokens to cache rows.
 
@@ -333,6 +335,7 @@ def tokens_of(
         row_lengths: Length of every row. A request that starts beyond the length of its row becomes
             padding. None skips this check.
         has_context: See ``prefill_step``. If False, requests with a context become padding.
+        most_tokens: Requests with more tokens in this step become padding.
 
     Returns:
         The tokens of the step, and the number of tokens that ``query_start_loc`` gives each
@@ -352,6 +355,8 @@ def tokens_of(
         owner = torch.where(batch.seq_lens - counts > row_lens, -1, owner)
     if not has_context:
         owner = torch.where(batch.seq_lens > counts, -1, owner)
+    if most_tokens is not None:
+        owner = torch.where(counts > most_tokens, -1, owner)
     by_token = token_map(starts, batch.seq_lens, num_tokens=batch.tokens.shape[0])
     request = by_token.req_indices.clamp(min=0)
     row = owner.index_select(0, request)

@@ -243,7 +243,9 @@ class MlaModelSpec(ModelSpec):
         # this comparison adds no guard for a symbolic size
         if statically_known_true(num_tokens <= step.num_reqs):
             return mla_step_of_tokens(self.layers, step.tokens, table, cp_rank=rank)
-        absorbed = schedule == "decode" or self.absorbs(cache, step)
+        absorbed = schedule == "decode" or not self.expands(
+            cache, num_tokens, step.num_reqs, step.has_context
+        )
         requests = step.requests()
         is_stored = step.tokens.positions >= 0
         owned = table.index_select(0, requests.rows.clamp(min=0))
@@ -256,10 +258,11 @@ class MlaModelSpec(ModelSpec):
             rank,
         )
 
-    def absorbs(self, cache: CacheTensors, step: StepTokens) -> bool:
-        """Whether the prefills of a step attend to latents instead of expanded keys and values."""
-        num_tokens = step.tokens.positions.shape[0]
-        return statically_known_true(num_tokens < self.layers.break_even * step.num_reqs)
+    def expands(
+        self, cache: CacheTensors, num_tokens: int, num_reqs: int, has_context: bool
+    ) -> bool:
+        """Whether the prefills of a step attend to expanded keys and values instead of latents."""
+        return not statically_known_true(num_tokens < self.layers.break_even * num_reqs)
 
     def expanding(self, cache: CacheTensors, step: StepTokens) -> MlaSpec:
         """Return the spec of a step that expands latents to keys and values."""
@@ -289,11 +292,11 @@ class MlaModelSpec(ModelSpec):
             max_chunks=chunks,
         )
 
-    def most_tokens(self, cache: CacheTensors, has_context: bool = True) -> int:
+    def most_tokens(self, cache: CacheTensors) -> int:
         return cache.tables.blocks.shape[1] * self.block_tokens
 
-    def may_skip_contexts(self, cache: CacheTensors, longest: int) -> bool:
-        return longest <= self.most_tokens(cache, has_context=False)
+    def skips_contexts(self, num_tokens: int, num_reqs: int, longest: int) -> bool:
+        return num_tokens >= self.layers.break_even * num_reqs
 
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
         return torch.ones_like(first, dtype=torch.bool)  # steps overwrite no latents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,20 +14,17 @@ from dsv4_ops.attention import (
     DsaSpec,
     IndexerInputs,
     MlaCache,
-    MlaStep,
     dsa_layer,
     mla_layer,
 )
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import IndexerLayout, MlaDsFp8Layout, PlainLayout
-from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.architectures.base import (
     WITHOUT_MASKS,
     Execution,
     LayerContext,
     StepRun,
-    StepTokens,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec import MlaModelSpec, normed
 from dsv4_ops.integrations.transformers.modules.replacement import (
@@ -155,24 +152,27 @@ class DsaModelSpec(MlaModelSpec):
 
     # A step
 
-    def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
-        if not step.has_context and self.layers.expands:  # drop tokens that would select rows
-            fits = step.tokens.positions < self.layers.index_topk
-            tokens = TokenMap(*(torch.where(fits, each, -1) for each in step.tokens))
-            step = replace(step, tokens=tokens)
-        return super().build_step(step, cache, schedule)
+    def expands(
+        self, cache: CacheTensors, num_tokens: int, num_reqs: int, has_context: bool
+    ) -> bool:
+        first = not has_context and self.most_first_tokens is not None
+        attends_to_all = self.is_dense(cache.rope.table) or first
+        return (
+            attends_to_all
+            and self.layers.expands
+            and super().expands(cache, num_tokens, num_reqs, has_context)
+        )
 
-    def absorbs(self, cache: CacheTensors, step: StepTokens) -> bool:
-        attends_to_all = self.is_dense(cache.rope.table) or not step.has_context
-        return not (attends_to_all and self.layers.expands) or super().absorbs(cache, step)
+    @property
+    def most_first_tokens(self) -> int | None:
+        # a request must not get other bits if another request has a context
+        selects = self.layers.batch_invariant or not self.layers.expands
+        return None if selects else self.layers.index_topk
 
-    def most_tokens(self, cache: CacheTensors, has_context: bool = True) -> int:
-        most = super().most_tokens(cache)
-        selects = has_context or not self.layers.expands
-        return most if selects else min(most, self.layers.index_topk)
-
-    def may_skip_contexts(self, cache: CacheTensors, longest: int) -> bool:
-        return self.layers.expands and super().may_skip_contexts(cache, longest)
+    def skips_contexts(self, num_tokens: int, num_reqs: int, longest: int) -> bool:
+        most = self.most_first_tokens
+        fits = most is not None and longest <= most
+        return fits and super().skips_contexts(num_tokens, num_reqs, longest)
 
     def is_dense(self, rope: Tensor) -> bool:
         """Whether a cache with this RoPE table stores at most ``index_topk`` tokens per request.

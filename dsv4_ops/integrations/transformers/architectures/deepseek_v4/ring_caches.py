@@ -100,7 +100,7 @@ class RingSpec(ModelSpec):
                 groups[kind] = _last_states(getattr(built, kind), tokens, ends, layer.states, block)
         return replace(built, **groups)
 
-    def most_tokens(self, cache: CacheTensors, has_context: bool = True) -> int:
+    def most_tokens(self, cache: CacheTensors) -> int:
         """Return ``max_chunk``, rounded up to whole blocks of the ring."""
         attention, window, table = self.layers.attention, cache.layers[0].swa, cache.tables.swa
         positions = _positions(window, table, attention.swa_block_size)
