@@ -320,7 +320,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
                 must="have stored all tokens of its steps",
                 got=f"{dropped} dropped",
                 do="Reserve blocks, keep requests within max_cache_len, give each a row of its "
-                "own in the cache, and pass positions and lengths without gaps",
+                "own in the cache, pass positions and lengths without gaps, and has_context=False "
+                "only if every request begins in the step",
                 kind=RuntimeError,
             )
 

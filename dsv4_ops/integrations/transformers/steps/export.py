@@ -91,7 +91,9 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     ``written`` of the cache, and the caches of every layer, in the order of ``input_names``.
 
     Args:
-        batch: The step.
+        batch: The step, with exactly as many requests as the package has (``num_reqs``), some of
+            which may be padding. A package reads past the end of smaller tensors, unless the
+            environment variable AOTI_RUNTIME_CHECK_INPUTS=1 lets torch check sizes.
         cache: A cache with the sizes of the package. The package writes to this cache.
 
     Raises:
@@ -204,7 +206,8 @@ def export_prefill(
         and at most ``max_chunk`` tokens per request. The package writes the caches and returns the
         logits of every request's last token, [num_reqs, vocab_size]. The metadata is like the
         metadata of ``export_decode``, but has "num_tokens" as the size of the input "tokens", and
-        also max_tokens, max_chunk and has_context.
+        also max_tokens, has_context, and max_chunk (at most ``index_topk`` if the package needs
+        short requests).
 
     Raises:
         ValueError, TypeError, NotImplementedError: see ``export_decode``.
@@ -223,7 +226,10 @@ def export_prefill(
         dynamic_shapes=prefill_shapes(inputs, most),
         strict=False,
     )
-    more = {"max_tokens": most, "max_chunk": cache.max_chunk, "has_context": has_context}
+    chunk, first = cache.max_chunk, spec_of(op, model).most_first_tokens
+    if not has_context and first is not None:
+        chunk = min(chunk, first)
+    more = {"max_tokens": most, "max_chunk": chunk, "has_context": has_context}
     metadata = _metadata(model, cache, inputs, {"tokens": "num_tokens"})
     more_text = {f"dsv4_ops.{name}": str(value) for name, value in more.items()}
     return _package(op, program, target, metadata | more_text)
