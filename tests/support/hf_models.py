@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
@@ -141,9 +141,13 @@ class Engine:
             self.done[request] += count
 
     def prefill(self, counts: dict[int, int], *, padding: int = 0, step: Any = None) -> None:
-        """Run a prefill step, and store the logits of every request's last token."""
+        """Run a prefill step, and store the logits of every request's last token. Half of the steps
+        whose requests all begin know that no request has a context."""
+        most = self.model.dsv4_ops_spec.most_first_tokens or sum(counts.values())
+        begin = not any(self.done[each] for each in counts) and max(counts.values()) <= most
+        first = partial(v4.prefill_step, has_context=not begin or sum(counts.values()) % 2 == 0)
         batch = self.batch(counts, padding=padding)
-        logits = (step or v4.prefill_step)(self.model, batch, self.cache.tensors)
+        logits = (step or first)(self.model, batch, self.cache.tensors)
         for place, (request, count) in enumerate(counts.items()):
             self.done[request] += count
             self.logits[request][self.done[request] - 1] = logits[place].clone()
