@@ -71,7 +71,8 @@ def test_v4_runs_the_same_ops():
         engine = Engine(model, new_cache(model), text())
         engine.prefill({0: 40, 1: 9}, step=step)
         found.append(engine.logits)
-    assert [torch.equal(found[0][each][at], found[1][each][at]) for each, at in ((0, 39), (1, 8))]
+    for request, place in ((0, 39), (1, 8)):
+        assert torch.equal(found[0][request][place], found[1][request][place])
 
 
 @pytest.mark.parametrize(
