@@ -1,9 +1,11 @@
-"""Benchmark decode steps of DeepSeek-V3 and V3.2, ours and Hugging Face's; V3's prefill memory."""
+"""Benchmark decode steps of DeepSeek-V3 and V3.2, ours and Hugging Face's; V3's prefill memory; and
+prefills of requests without contexts."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +17,17 @@ from benchmarks.baselines.stock_model import in_bfloat16
 from benchmarks.harness.options import chosen_device, sizes
 from benchmarks.harness.report import Report
 from benchmarks.harness.steps import cuda_graphs, fill, step_batch
-from benchmarks.harness.timing import Call, step_ms
+from benchmarks.harness.timing import Call, Capture, step_ms
 from dsv4_ops.attention import MlaCache, MlaInputs, MlaSpec, MlaWeights, build_mla_step, mla_layer
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.ops.mla_context import max_context_chunks
 
-CASES = ("memory", "decode", "selected")
+CASES = ("memory", "decode", "selected", "first")
 
 _STEPS, _STOCK_STEPS = 30, 5
+_FIRST_TOKENS = (128, 256, 512, 1024, 2048)
 _CHUNK_ROWS, _NEW = 16384, 512
+_NOTE = "first: two dense layers; context_ms: the same prefill with has_context=True."
 _CONTEXTS = (16384, 32768, 65536, 131072)
 _SMALL = {"num_heads": 2, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 _SMALL |= {"kv_lora_rank": 64}
@@ -31,9 +35,9 @@ _SMALL |= {"kv_lora_rank": 64}
 
 @dataclass
 class Row:
-    """A decode step of the model, or the memory of a prefill."""
+    """A step of the model, or the memory of a prefill."""
 
-    case: str  # "decode" (V3), "selected" (V3.2) or "memory"
+    case: str  # "decode" (V3), "selected" (V3.2), "memory" or "first"
     context: int  # tokens before the step
     batch: int = 1
     stock_ms: float | None = None  # compiled for V3, eager for V3.2; None if out of memory
@@ -42,6 +46,10 @@ class Row:
     chunk_rows: int | None = None  # rows of the workspace for an expanded chunk
     peak_gib: float | None = None  # peak memory of one layer
     whole_gib: float | None = None  # peak memory with the context as one chunk
+    model: str | None = None  # family and rows of the cache, for "first"
+    tokens: int | None = None  # tokens of all requests of a prefill
+    context_ms: float | None = None  # prefill that could read contexts; step_ms is without
+    error: float | None = None  # norm of the logits' difference over their norm
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +62,7 @@ def v3_shaped(device: torch.device) -> Any:
     return _shaped("DeepseekV3", device)
 
 
-def _shaped(family: str, device: torch.device) -> Any:
+def _shaped(family: str, device: torch.device, **changed: Any) -> Any:
     import transformers
 
     from dsv4_ops.testing.models import MLA_YARN, small_dsa_config, small_mla_config
@@ -64,10 +72,10 @@ def _shaped(family: str, device: torch.device) -> Any:
         small = small_mla_config if family == "DeepseekV3" else small_dsa_config
         config = small(num_hidden_layers=2, attn_implementation="sdpa")
     else:
+        given: dict[str, Any] = {"num_hidden_layers": 4, "first_k_dense_replace": 1, **changed}
         config = getattr(transformers, f"{family}Config")(
-            num_hidden_layers=4, first_k_dense_replace=1, n_routed_experts=16,
-            rope_parameters=dict(MLA_YARN), max_position_embeddings=163840,
-            attn_implementation="sdpa",
+            n_routed_experts=16, rope_parameters=dict(MLA_YARN), max_position_embeddings=163840,
+            attn_implementation="sdpa", **given,
         )  # fmt: skip
     model = in_bfloat16(getattr(transformers, f"{family}ForCausalLM"), config, device)
     rotary = model.model.rotary_emb  # bfloat16 here; ``from_pretrained`` makes it float32
@@ -187,6 +195,36 @@ def memory(device: torch.device) -> Iterator[Row]:
         yield Row("memory", context, chunk_rows=_CHUNK_ROWS, peak_gib=chunked, whole_gib=whole)
 
 
+def first(device: torch.device) -> Iterator[Row]:
+    """Time prefills of requests without contexts, with and without ``has_context=False``."""
+    from dsv4_ops.integrations import transformers as hf
+
+    cuda = device.type == "cuda"
+    sizes_of = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "vocab_size": 2048}
+    fp8 = "fp8" if cuda else "bf16"
+    for family, kv in (("DeepseekV32", fp8), ("DeepseekV32", "bf16"), ("DeepseekV3", "bf16")):
+        model = hf.patch(_shaped(family, device, **sizes_of), kv=kv)
+        step = hf.compile_step(model, hf.prefill_step, mode="regional", dynamic=True)
+        most = {"max_cache_len": 8192, "max_chunk": 2048} if cuda else {"max_cache_len": 128}
+        cache = hf.PagedCache.for_model(model, max_batch_size=4, **most)
+        rows = [cache.add(number, num_tokens=cache.max_cache_len) for number in range(4)]
+        for requests, tokens in itertools.product((1, 4), _FIRST_TOKENS if cuda else (16,)):
+            counts = [tokens // requests] * requests
+            batch = step_batch(counts, counts, device, rows[:requests])
+            times, logits = list[float](), list[torch.Tensor]()
+            for has_context in (True, False):
+                cache.seq_lens.zero_()
+                call = functools.partial(step, batch, cache.tensors, has_context=has_context)
+                logits.append(call().float())
+                us = Capture([call]).device_us().median if cuda else step_ms(call, device, 1) * 1e3
+                times.append(us / 1e3)
+            error = float((logits[1] - logits[0]).norm() / logits[0].norm())
+            yield Row(
+                "first", 0, requests, model=f"{family} {kv}", tokens=tokens, context_ms=times[0],
+                step_ms=times[1], error=error,
+            )  # fmt: skip
+
+
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
     device = chosen_device(options)
@@ -194,9 +232,7 @@ def run(options: argparse.Namespace) -> None:
     contexts = options.contexts or ((128, 256) if small else (4096, 32768))
     output = Report(options, device)
     for group in options.cases or CASES:
-        found = memory(device)
-        if group != "memory":
-            found = decode(group, device, options.batches, contexts)
-        for row in found:
+        found = {"memory": memory, "first": first}.get(group)
+        for row in found(device) if found else decode(group, device, options.batches, contexts):
             output.add(row)
-    output.finish("DeepSeek-V3 and V3.2, 4 layers: stock_ms is Hugging Face's step")
+    output.finish("DeepSeek-V3 and V3.2: stock_ms is Hugging Face's step", _NOTE)

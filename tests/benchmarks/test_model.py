@@ -104,13 +104,19 @@ def test_a_run_in_released_precision_has_a_row(smoke, monkeypatch, tmp_path):
 
 
 def test_dense_models_have_rows_of_steps(smoke, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compile_nothing = functools.wraps(torch.compile)(lambda function, **_: function)
+    monkeypatch.setattr(torch, "compile", compile_nothing)
     status, rows = smoke("mla_model", "--contexts", "64,128", "--batches", "2")
     assert status == 0
-    assert [(row["case"], row["context"]) for row in rows] == [
+    steps, first = rows[1:5], rows[5:]
+    assert [(row["case"], row["context"]) for row in rows[:5]] == [
         ("memory", 256), ("decode", 64), ("decode", 128), ("selected", 64), ("selected", 128),
     ]  # fmt: skip
-    assert all(row["stock_ms"] > 0 and row["step_ms"] > 0 for row in rows[1:])
+    assert all(row["stock_ms"] > 0 and row["step_ms"] > 0 for row in steps)
+    assert [(row["batch"], row["tokens"]) for row in first] == [(1, 16), (4, 16)] * 3
+    assert all(row["context_ms"] > 0 and row["step_ms"] > 0 for row in first)
+    # steps of so few tokens are the same with and without contexts
+    assert all(row["error"] < 1e-3 for row in first)
 
 
 def test_clients_stream_from_a_server(smoke):

@@ -31,7 +31,7 @@ def _needs_a_gpu() -> None:
 @pytest.fixture
 def a100(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run a Hopper card as an A100."""
-    from benchmarks.harness.ampere import as_an_a100
+    from tests.support.ampere import as_an_a100
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper card")

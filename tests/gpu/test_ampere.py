@@ -4,7 +4,6 @@ minutes: ``pytest -m gpu tests/gpu/test_ampere.py -n 14 --dist worksteal``."""
 import pytest
 import torch
 
-from benchmarks.harness.ampere import as_an_a100
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, mla_layout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch.limits import HOPPER_ONLY
@@ -12,6 +11,7 @@ from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.contract import checks
 from tests.gpu.test_contract import COMPRESSORS, OTHERS
 from tests.support import every_code
+from tests.support.ampere import as_an_a100
 from tests.support.attention_batches import agrees_when_sampled
 from tests.support.hf_models import REQUESTS, Engine, text
 from tests.support.inductor_bugs import mended

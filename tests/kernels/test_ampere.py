@@ -9,13 +9,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton", reason="published for Linux only")
 
-from benchmarks.harness.ampere import as_an_a100
 from dsv4_ops.cli import kernels
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.dequant_gemm import byte_rows
 from dsv4_ops.reference import quantization
 from tests.support import every_code
+from tests.support.ampere import as_an_a100
 from tests.support.hopper import hopper  # noqa: F401  # a fixture
 
 
