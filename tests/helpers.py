@@ -15,12 +15,7 @@ from dsv4_ops.core.types import INT32_MAX as INT32_MAX
 from dsv4_ops.testing import op_testing
 from dsv4_ops.testing.case import Case, i32 as i32, i64 as i64
 from dsv4_ops.testing.contract.compare import assert_agrees
-from dsv4_ops.testing.strategies.batches import (
-    BAD_POSITIONS as BAD_POSITIONS,
-    BAD_REQUESTS as BAD_REQUESTS,
-    INT32_MIN as INT32_MIN,
-    LAST_POSITION as LAST_POSITION,
-)
+from dsv4_ops.testing.strategies.batches import INT32_MIN as INT32_MIN
 
 NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
 """Whether `make test-all` runs: more sampled calls, and tests marked nightly."""

@@ -83,13 +83,9 @@ LOOP_MS = 60
 
 
 def run(code: str, *options: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code, *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-        check=True,
-    )
+    command = [sys.executable, "-c", code, *options]
+    settings = {"capture_output": True, "text": True, "check": True}
+    return subprocess.run(command, env={**os.environ, **env}, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import dsv4_ops as ops
-from dsv4_ops.attention import (
-    AttentionStep,
-    LayerInputs,
-    LayerSpec,
-    StateTables,
-    attention_layer,
-    attention_step,
-    attention_step_of_tokens,
-    build_attention_step,
-)
+from dsv4_ops.attention import LayerInputs, LayerSpec, StateTables, attention_layer, attention_step
 from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, build_prefill_metadata
+from dsv4_ops.attention.step import AttentionStep, attention_step_of_tokens, build_attention_step
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.types import FlashMlaPlan, TokenMap
 from tests.attention.test_layers import assert_close, each_precision, in_one_pass, layer_of, leaves

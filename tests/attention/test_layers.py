@@ -9,17 +9,9 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from dsv4_ops.attention import (
-    KINDS,
-    AttentionLayer,
-    LayerInputs,
-    LayerSpec,
-    StateTables,
-    attention_layer,
-    attention_step,
-    build_attention_step,
-)
+from dsv4_ops.attention import KINDS, AttentionLayer, LayerInputs, LayerSpec, attention_layer
 from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, build_prefill_metadata
+from dsv4_ops.attention.step import StateTables, attention_step, build_attention_step
 from tests.helpers import Called, assert_exact, i32
 from tests.support import layers
 from tests.support.layers import LENGTH, PLAIN, SPEC, Engine, SmallLayer, changed, in_chunks, oracle

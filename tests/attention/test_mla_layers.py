@@ -16,16 +16,9 @@ from tests.helpers import i32
 
 F32, F64 = torch.float32, torch.float64
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 2, 4, 4, 3, 12, 4
-SPEC = MlaSpec(
-    num_heads=HEADS,
-    softmax_scale=0.5,
-    qk_nope_head_dim=NOPE,
-    qk_rope_head_dim=ROPE,
-    v_head_dim=VALUE,
-    kv_lora_rank=RANK,
-    block_size=BLOCK,
-    dtype=F32,
-)
+SIZES = {"num_heads": HEADS, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE}
+SIZES |= {"v_head_dim": VALUE, "kv_lora_rank": RANK, "block_size": BLOCK}
+SPEC = MlaSpec(**SIZES, softmax_scale=0.5, dtype=F32)
 TABLE = [[2, 7], [5, 0], [1, 3], [0, 0]]
 BATCH = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
 

@@ -15,21 +15,12 @@ from torch import Tensor
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._dynamo.utils import counters
 
-from dsv4_ops.attention import (
-    KINDS,
-    AttentionStep,
-    ContextParallel,
-    LayerCaches,
-    LayerInputs,
-    LayerSpec,
-    StateTables,
-    attention_layer,
-    build_attention_step,
-)
+from dsv4_ops.attention import KINDS, ContextParallel, LayerSpec, attention_layer
 from dsv4_ops.attention.layer import select
 from dsv4_ops.attention.metadata import BlockTables
 from dsv4_ops.attention.sharded import select_own, with_sink
-from dsv4_ops.attention.tensors import LayerCall
+from dsv4_ops.attention.step import AttentionStep, StateTables, build_attention_step
+from dsv4_ops.attention.tensors import LayerCaches, LayerCall, LayerInputs
 from dsv4_ops.core.types import IndexerQuery
 from tests.helpers import NIGHTLY, i32, nightly
 from tests.support import layers

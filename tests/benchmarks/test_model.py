@@ -19,16 +19,9 @@ from dsv4_ops.integrations.transformers.generation import decoding
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.released_model import keep_float32
 
-SMALL = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "o_groups": 2,
-    "q_lora_rank": 32,
-    "o_lora_rank": 16,
-    "moe_intermediate_size": 32,
-    "vocab_size": 250,
-    "index_n_heads": 16,
-}
+SMALL = {"hidden_size": 64, "moe_intermediate_size": 32, "vocab_size": 250}
+SMALL |= {"num_attention_heads": 4, "o_groups": 2, "index_n_heads": 16}
+SMALL |= {"q_lora_rank": 32, "o_lora_rank": 16}
 
 
 def shapes(cache):

@@ -235,12 +235,11 @@ def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     seen = []
     monkeypatch.setattr(choice, "ours", lambda spec: seen.append(spec.name) or "reference")
-    compiled = torch.compile(
-        lambda *tensors: ops.sparse_mla_decode(*tensors, **case.settings).out,
-        fullgraph=True,
-        dynamic=True,
-        backend="aot_eager",
-    )
+
+    def run(*tensors):
+        return ops.sparse_mla_decode(*tensors, **case.settings).out
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (5, 9):
         case = decode_case(1, tokens, 64)
         with torch._dynamo.config.patch(error_on_recompile=True, specialize_float=True):
@@ -249,11 +248,7 @@ def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
     assert flash_mla.calls == []
     torch._dynamo.reset()
     case = decode_case(1, 5, 64)
-    fixed = torch.compile(
-        lambda *t: ops.sparse_mla_decode(*t, **case.settings).out,
-        dynamic=False,
-        backend="aot_eager",
-    )
+    fixed = torch.compile(run, dynamic=False, backend="aot_eager")
     fixed(*case.tensors[:8])
     assert flash_mla.calls == ["decode"]
 

@@ -10,14 +10,8 @@ from triton.experimental.gluon import language as gl
 
 from tests.gluon_emulator.values import EmulationError, Value, as_type, from_bits, storage, tensor
 
-_TYPES = {
-    torch.uint8: gl.uint8,
-    torch.int32: gl.int32,
-    torch.int64: gl.int64,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}
+_NAMES = ("uint8", "int32", "int64", "float16", "bfloat16", "float32")
+_TYPES = {getattr(torch, name): getattr(gl, name) for name in _NAMES}
 
 
 class Buffer:

@@ -45,14 +45,8 @@ def by_four_ops(*tensors: Tensor, **chosen: Any) -> tuple[Tensor, ...]:
             block_size=chosen["block_size"],
             save_first=chosen.get("save_first", False),
         )
-    query = ops.indexer_quantize_q(
-        of["indexer_q"],
-        of["indexer_weights"],
-        of["positions"],
-        rotation,
-        softmax_scale=chosen["softmax_scale"],
-    )
-    return q, *query
+    query = (of["indexer_q"], of["indexer_weights"], of["positions"], rotation)
+    return q, *ops.indexer_quantize_q(*query, softmax_scale=chosen["softmax_scale"])
 
 
 def outcome(

@@ -54,13 +54,9 @@ def test_the_plan_on_the_host_is_that_of_the_device(convert: Any) -> None:
 
 @pytest.mark.parametrize("case", BOUNDS.values(), ids=BOUNDS)
 def test_max_prefill_chunks(case: tuple[int, ...]) -> None:
-    num_reqs, num_tokens, max_seq_len, max_logits_bytes, expected = case
-    settings = {
-        "num_reqs": num_reqs,
-        "num_tokens": num_tokens,
-        "max_seq_len": max_seq_len,
-        "max_logits_bytes": max_logits_bytes,
-    }
+    *values, expected = case
+    names = ("num_reqs", "num_tokens", "max_seq_len", "max_logits_bytes")
+    settings = dict(zip(names, values, strict=True))
     assert oracles.max_prefill_chunks(**settings) == expected
     bound = ops.max_prefill_chunks(**settings)
     assert bound == expected

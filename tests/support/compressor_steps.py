@@ -101,14 +101,10 @@ class Engine:
         self._allot(lens)
         pairs = zip(mapped.req_indices.tolist(), mapped.positions.tolist(), strict=True)
         slots = i64([self._state_slot(*pair, lens, keep_all) for pair in pairs]).reshape(tokens)
-        compressed = ops.compressed_slot_mapping(
-            mapped.positions,
-            mapped.req_indices,
-            self.cache_table,
-            torch.where(mapped.positions < 0, -1, 0),
-            block_size=self.spec["block_size"],
-            compress_ratio=self.ratio,
-        )
+        absent = torch.where(mapped.positions < 0, -1, 0)
+        tensors = (mapped.positions, mapped.req_indices, self.cache_table, absent)
+        sizes = {"block_size": self.spec["block_size"], "compress_ratio": self.ratio}
+        compressed = ops.compressed_slot_mapping(*tensors, **sizes)
         junk = torch.full((padding, chunks[0].shape[1]), float("nan"))
         self._run(torch.cat([*chunks, junk]), slots, compressed, mapped, save_first, call)
         self.done = [done + n for done, n in zip(self.done, lens, strict=True)]
@@ -191,13 +187,9 @@ def run_in_chunks(
         chunks = []
         for done, rows in zip(engine.done, sequences, strict=True):
             chunks.append(rows[done : done + rng.choice((0, 1, 1, 2, rng.randint(1, max_chunk)))])
-        engine.step(
-            chunks,
-            padding=rng.choice((0, 0, 1, 5)),
-            save_first=rng.random() < 0.5,
-            keep_all=rng.random() < 0.5,
-            call=call,
-        )
+        padding = rng.choice((0, 0, 1, 5))
+        order = {"save_first": rng.random() < 0.5, "keep_all": rng.random() < 0.5}
+        engine.step(chunks, padding=padding, call=call, **order)
 
 
 def together(step: Any = ops.save_and_compress) -> tuple[Any, Any]:

@@ -10,33 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsv4_ops.attention import (
-    KINDS,
-    AttentionLayer,
-    LayerCaches,
-    LayerInputs,
-    LayerSpec,
-    StateTables,
-    attention_layer,
-    build_attention_step,
-)
+from dsv4_ops.attention import KINDS, AttentionLayer, LayerSpec, attention_layer
 from dsv4_ops.attention.metadata import AttentionSpec, BlockTables
+from dsv4_ops.attention.step import StateTables, build_attention_step
+from dsv4_ops.attention.tensors import LayerCaches, LayerInputs
 from tests.helpers import i32, i64
 from tests.oracles.layer import LayerResult, Sizes, attention_layer as oracle_layer
 
 HIDDEN, HEADS, INDEX_HEADS, LENGTH, REQUESTS = 128, 4, 16, 60, 4
-SPEC = LayerSpec(
-    attention=AttentionSpec(
-        window_size=8,
-        c4_ratio=4,
-        c128_ratio=16,
-        block_tokens=32,
-        swa_block_size=4,
-        index_topk=6,
-        max_model_len=64,
-    ),
-    num_groups=2,
-)
+SIZES = {"window_size": 8, "c4_ratio": 4, "c128_ratio": 16, "index_topk": 6}
+SIZES |= {"block_tokens": 32, "swa_block_size": 4, "max_model_len": 64}
+SPEC = LayerSpec(attention=AttentionSpec(**SIZES), num_groups=2)
 PLAIN = replace(SPEC, layout="plain", indexer_layout="plain", dtype=torch.float32)
 INPUTS = ("q", "kv", "kv_score", "indexer_q", "indexer_weights", "indexer_kv_score")
 

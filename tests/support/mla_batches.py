@@ -99,15 +99,8 @@ def mla_case(
     q = q.to(torch.float8_e4m3fn) if codes else q.to(dtype)
     scales = (torch.tensor([0.75]) if codes else None, torch.tensor([1.5]))
     scales = scales if layout == FP8 else (None, None)
-    settings = {
-        "softmax_scale": 0.05,
-        "block_size": block_size,
-        "kv_lora_rank": rank,
-        "layout": layout,
-        "num_splits": 0,
-        "batch_invariant": False,
-        **changed,
-    }
+    settings = {"block_size": block_size, "kv_lora_rank": rank, "layout": layout}
+    settings |= {"softmax_scale": 0.05, "num_splits": 0, "batch_invariant": False, **changed}
     nan = torch.full_like(cache, 0xFF if cache.dtype == torch.uint8 else math.nan)
     cache = torch.where(seen[..., None], cache, nan)  # no token sees the other rows
     hints = (starts if hint else None, None)

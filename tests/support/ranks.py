@@ -136,13 +136,8 @@ def _run(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=seconds),
-    )
+    place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **place)
     found, error = None, ""
     try:
         found = function(rank, *args)

@@ -11,13 +11,9 @@ from tests.helpers import NIGHTLY
 
 def sampled(max_examples: int, by_day: int | None = None) -> settings:
     """Return hypothesis settings; ``make test`` samples ``by_day`` calls, by default a quarter."""
-    return settings(
-        max_examples=max_examples if NIGHTLY else by_day or max_examples // 4,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    count = max_examples if NIGHTLY else by_day or max_examples // 4
+    same = {"derandomize": True, "database": None, "deadline": None}
+    return settings(max_examples=count, suppress_health_check=list(HealthCheck), **same)
 
 
 def for_each_call(name: str, check: Callable[[Any], None], chosen: Callable[[Any], Any]) -> None:

@@ -6,12 +6,7 @@ import re
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+import transformers
 from transformers.generation.streamers import BaseStreamer
 
 from dsv4_ops.attention import ContextParallel
@@ -42,7 +37,7 @@ def model(request):
     return patched(request.param)
 
 
-class Same(LogitsProcessor):
+class Same(transformers.LogitsProcessor):
     """A user's own processor, which our loop does not support: Hugging Face's loop runs."""
 
     def __call__(self, input_ids, scores):
@@ -52,7 +47,7 @@ class Same(LogitsProcessor):
 def generate(model, ids=PROMPT, *, stock=False, **settings):
     """Generate with our loop or, if ``stock``, with Hugging Face's."""
     settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, **settings}
-    processors = LogitsProcessorList([Same()] if stock else [])
+    processors = transformers.LogitsProcessorList([Same()] if stock else [])
     return model.generate(ids, logits_processor=processors, **settings)
 
 
@@ -261,8 +256,8 @@ def test_probabilities_that_are_not_finite_are_refused(model, calls):
 
 
 def test_the_least_of_several_lengths_ends_a_text(model, calls):
-    lengths = StoppingCriteriaList([MaxLengthCriteria(11), MaxLengthCriteria(9)])
-    both(model, calls, stopping_criteria=lengths)
+    ends = [transformers.MaxLengthCriteria(length) for length in (11, 9)]
+    both(model, calls, stopping_criteria=transformers.StoppingCriteriaList(ends))
 
 
 def test_the_random_state_after_a_text_is_hugging_faces(model, calls, monkeypatch):

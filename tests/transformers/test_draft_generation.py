@@ -94,21 +94,11 @@ def test_sampled_text_is_that_of_any_default_dtype(model, dtype):
 def test_sampled_text_has_the_models_distribution(model):
     """Texts have three tokens, and drafts propose the first two. Shares are within four errors."""
     ids, _ = prompts(6)
-    rows, settings = 240, {"temperature": 0.7, "top_k": 3, "top_p": 0.95}
+    rows, settings = 240, {"temperature": 0.7, "top_k": 3, "top_p": 0.95, "do_sample": True}
+    settings |= {"max_new_tokens": 3, "eos_token_id": None, "num_draft_tokens": 2}
     torch.manual_seed(0)
-    found = torch.cat(
-        [
-            model.generate(
-                ids.expand(120, -1),
-                max_new_tokens=3,
-                do_sample=True,
-                eos_token_id=None,
-                num_draft_tokens=2,
-                **settings,
-            )
-            for _ in range(rows // 120)
-        ]
-    )[:, 6:]
+    some = [model.generate(ids.expand(120, -1), **settings) for _ in range(rows // 120)]
+    found = torch.cat(some)[:, 6:]
     vocab = CONFIG["vocab_size"]
     each = torch.cartesian_prod(*[torch.arange(vocab)] * 3)
     text = torch.cat([ids.expand(len(each), -1), each], 1)

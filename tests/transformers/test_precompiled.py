@@ -78,22 +78,20 @@ def test_copies_of_an_object_change_nothing_that_is_described():
 
 def test_what_a_trace_can_read_is_described():
     """The exceptions are values of weights, and the number of a layer."""
-    expected = described([Block(), torch.zeros(3)])
+    x = torch.zeros(3)
+    expected = described([Block(), x])
     assert described([Block(index=7), torch.ones(3)]) == expected
     others = {
-        "constant": (Block(factor=3.0), torch.zeros(3)),
-        "kind of constant": (Block(factor=2), torch.zeros(3)),
-        "width": (Block(width=5), torch.zeros(3)),
-        "dtype": (Block(dtype=torch.bfloat16), torch.zeros(3)),
-        "device": (Block(device="meta"), torch.zeros(3)),
-        "training": (Block().eval(), torch.zeros(3)),
-        "hook": (changed(lambda b: b.inner.register_forward_hook(print)), torch.zeros(3)),
-        "method": (
-            changed(lambda b: setattr(b, "forward", MethodType(changed, b))),
-            torch.zeros(3),
-        ),
-        "gradient": (changed(lambda b: b.requires_grad_(False)), torch.zeros(3)),
-        "attribute": (changed(lambda b: setattr(b, "more", None)), torch.zeros(3)),
+        "constant": (Block(factor=3.0), x),
+        "kind of constant": (Block(factor=2), x),
+        "width": (Block(width=5), x),
+        "dtype": (Block(dtype=torch.bfloat16), x),
+        "device": (Block(device="meta"), x),
+        "training": (Block().eval(), x),
+        "hook": (changed(lambda b: b.inner.register_forward_hook(print)), x),
+        "method": (changed(lambda b: setattr(b, "forward", MethodType(changed, b))), x),
+        "gradient": (changed(lambda b: b.requires_grad_(False)), x),
+        "attribute": (changed(lambda b: setattr(b, "more", None)), x),
         "stride": (Block(), torch.zeros(6)[::2]),
         "shape": (Block(), torch.zeros(4)),
         "one less": (Block(),),
@@ -104,16 +102,9 @@ def test_what_a_trace_can_read_is_described():
 
 def test_what_is_shared_is_described():
     whole, other = torch.zeros(6), torch.zeros(6)
-    found = [
-        described(values)
-        for values in (
-            [whole, other],
-            [whole, whole],
-            [whole[:3], whole[3:]],
-            [whole[:3], whole[2:5]],
-            [whole[:3], other[3:]],
-        )
-    ]
+    half = whole[:3]
+    pairs = [[whole, other], [whole, whole], [half, whole[3:]], [half, whole[2:5]]]
+    found = [described(pair) for pair in (*pairs, [half, other[3:]])]
     assert len(set(found)) == len(found)
     assert described([whole[1:4], whole[2:5]]) == described([whole[0:3], whole[1:4]])
 

@@ -27,12 +27,8 @@ ROUNDING = 2.0**-8  # of bf16, relative
 LENGTH = 132  # past the window, and past an entry of C128
 # all experts and entries are selected, so that no choice can flip
 FORCED = {**TINY, "num_hash_layers": 4, "index_topk": 64}
-QUANTIZED = (
-    "layers.0.self_attn.q_a_proj",
-    "layers.1.self_attn.compressor.indexer.q_b_proj",
-    "layers.2.self_attn.o_a_proj",
-    "layers.3.mlp.shared_experts.down_proj",
-)
+QUANTIZED = ("layers.0.self_attn.q_a_proj", "layers.1.self_attn.compressor.indexer.q_b_proj")
+QUANTIZED += ("layers.2.self_attn.o_a_proj", "layers.3.mlp.shared_experts.down_proj")
 AGAIN = "Load the released checkpoint again; check_checkpoint says what is wrong with a file."
 
 

@@ -20,12 +20,9 @@ from tests.support.hf_models import new_cache, text
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 LENGTH, SHORT = 36, 12
 # all experts and rows are selected, so that no choice can flip
-FORCED = {
-    "mlp_layer_types": ["hash_moe"] * 3,
-    "index_topk": 64,
-    "sliding_window": 16,
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
-}
+RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
+FORCED = {"mlp_layer_types": ["hash_moe"] * 3, "index_topk": 64, "sliding_window": 16}
+FORCED |= {"compress_rates": RATES}
 OFF = asdict(v4.Recipe.reference())
 PRECISIONS = [name for name in OFF if name.endswith("float32")]
 

@@ -12,14 +12,8 @@ from dsv4_ops.testing.models import small_config, small_model
 from tests.support.hf_models import new_cache, text
 
 MAIN = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.125}
-COMPRESS = {
-    **MAIN,
-    "rope_type": "yarn",
-    "rope_theta": 160000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 65536,
-    "attention_factor": 1.0,
-}
+COMPRESS = {**MAIN, "rope_type": "yarn", "rope_theta": 160000.0, "factor": 16.0}
+COMPRESS |= {"original_max_position_embeddings": 65536, "attention_factor": 1.0}
 LENGTH, EPS = 140, torch.finfo(torch.float32).eps
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of some configurations

@@ -57,13 +57,8 @@ def test_selected_rows_are_hugging_faces(family: str, layout: str) -> None:
     columns = -(-max(LENGTHS) // BLOCK_SIZE)
     blocks = torch.randperm(len(LENGTHS) * columns, generator=made).int().view(-1, columns)
     requests = (tokens.req_indices, blocks)
-    slots = ops.compressed_slot_mapping(
-        tokens.positions,
-        *requests,
-        torch.zeros(num_tokens, dtype=torch.int64),
-        block_size=BLOCK_SIZE,
-        compress_ratio=1,
-    )
+    given = (tokens.positions, *requests, torch.zeros(num_tokens, dtype=torch.int64))
+    slots = ops.compressed_slot_mapping(*given, block_size=BLOCK_SIZE, compress_ratio=1)
     where = (tokens.positions, table)
     places = {"rope_first": True, "interleaved": FAMILIES[family][1]}
     q = indexer.wq_b(residual).view(num_tokens, indexer.n_heads, 128)

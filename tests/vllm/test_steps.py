@@ -11,14 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DeepseekV3ForCausalLM, DeepseekV4ForCausalLM
 
 from dsv4_ops.attention import AttentionStep
-from dsv4_ops.integrations.transformers import (
-    PagedCache,
-    StepBatch,
-    load_mtp,
-    load_quantized,
-    patch,
-    speculative_prefill,
-)
+from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.integrations.vllm.steps import EngineSteps, GroupTensors, V4Family, cache_name
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model, small_model
@@ -49,12 +42,12 @@ class Recorded(NamedTuple):
 
 @pytest.fixture(scope="module")
 def v4():
-    return read("v4", patch(small_model(), kv="fp32"))
+    return read("v4", hf.patch(small_model(), kv="fp32"))
 
 
 @pytest.fixture(scope="module")
 def v3():
-    return read("v3", patch(small_mla_model(), kv="fp32"))
+    return read("v3", hf.patch(small_mla_model(), kv="fp32"))
 
 
 @pytest.fixture(params=["v4", "v3"])
@@ -84,7 +77,7 @@ def spans_of(step):
 
 def logits_of(model, text):
     size = len(text)
-    cache = PagedCache.for_model(model, max_batch_size=1, max_cache_len=size, max_chunk=size)
+    cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=size, max_chunk=size)
     return model(torch.tensor([text]), cache=cache).logits[0]
 
 
@@ -132,7 +125,7 @@ def two_layers(recorded, model, kind):
             if names:
                 groups.append({**group, "caches": names})
         steps.append({**step, "groups": groups})
-    return recorded._replace(model=patch(model, kv="fp32"), steps=steps)
+    return recorded._replace(model=hf.patch(model, kv="fp32"), steps=steps)
 
 
 def two_v4(recorded):
@@ -247,8 +240,8 @@ def test_compiled_fp8_is_as_close_to_float32_as_eager(backend, casts, tmp_path):
     kinds = {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0]}
     write_checkpoint(tmp_path, {**TINY, **kinds})
     exact = DeepseekV4ForCausalLM.from_pretrained(tmp_path).float().eval()
-    recorded = read("v4", patch(load_quantized(tmp_path), kv="fp8"))
-    models = (patch(exact, kv="fp32", precision="reference"), recorded.model, recorded.model)
+    recorded = read("v4", hf.patch(hf.load_quantized(tmp_path), kv="fp8"))
+    models = (hf.patch(exact, kv="fp32", precision="reference"), recorded.model, recorded.model)
     with torch._inductor.config.patch(emulate_precision_casts=casts):
         want, eager, compiled = (
             torch.cat([h.float() for h, _ in states_and_bytes(recorded._replace(model=model), by)])
@@ -264,12 +257,12 @@ def test_drafts_are_those_of_speculative_prefill(backend, tmp_path):
     """V3's draft layer has its cache after those of the other layers in each block."""
     path = write_drafting_v3(tmp_path)
     model = DeepseekV3ForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model = load_mtp(patch(model.requires_grad_(False), kv="fp32"), path)
+    model = hf.load_mtp(hf.patch(model.requires_grad_(False), kv="fp32"), path)
     text, size, block = torch.arange(5, 25), 20, 2
-    cache = PagedCache.for_model(model, max_batch_size=1, max_cache_len=64, next_n=3)
+    cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=64, next_n=3)
     cache.add("a", 40)
-    batch = StepBatch(text, i32([0, size]), i32([size]), i32([0]))
-    want = speculative_prefill(model, batch, cache, num_drafts=2).batch.tokens.tolist()
+    batch = hf.StepBatch(text, i32([0, size]), i32([size]), i32([0]))
+    want = hf.speculative_prefill(model, batch, cache, num_drafts=2).batch.tokens.tolist()
 
     torch._dynamo.reset()
     sizes = {"max_model_len": 64, "decode_tokens": 3, "most_drafted": 64}

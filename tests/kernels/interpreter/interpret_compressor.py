@@ -34,26 +34,13 @@ def nearly_whole_windows(kind: str, tokens: int, seed: int) -> None:
     order = torch.randperm(tokens, generator=made)
     slots = torch.where(finishes, order[torch.arange(tokens)], -1)
     table = torch.randint(-1, pages, (2, pages), generator=made, dtype=torch.int32)
-    tensors = (
-        torch.randn(tokens, 2 * width, generator=made),
-        weights["ape"],
-        torch.randn(StateLayout(size, 2 * width).shape(pages), generator=made),
-        table,
-        positions,
-        requests,
-        weights["norm_weight"],
-        weights["cos_sin_cache"],
-        torch.zeros(tokens, 1, spec["head_dim"]),
-        slots,
-    )
-    settings = {
-        "compress_ratio": spec["ratio"],
-        "overlap": spec["overlap"],
-        "eps": 1e-6,
-        "state_block_size": size,
-        "block_size": 1,
-        "layout": "plain",
-    }
+    kv_score = torch.randn(tokens, 2 * width, generator=made)
+    states = torch.randn(StateLayout(size, 2 * width).shape(pages), generator=made)
+    tensors = (kv_score, weights["ape"], states, table, positions, requests)
+    tensors += (weights["norm_weight"], weights["cos_sin_cache"])
+    tensors += (torch.zeros(tokens, 1, spec["head_dim"]), slots)
+    settings = {"compress_ratio": spec["ratio"], "overlap": spec["overlap"], "eps": 1e-6}
+    settings |= {"state_block_size": size, "block_size": 1, "layout": "plain"}
     check("compress_and_insert", Case("nearly whole windows", tensors, settings))
 
 

@@ -36,13 +36,8 @@ OWN |= {
     "cp_correct_out": {"out": OUT, "lse": LSE,
      "lses": Valid(torch.ones(2, 5, 4), "[cp_world_size, num_tokens, num_heads]")},
 }  # fmt: skip
-NUMBERS |= {
-    "causal": True,
-    "max_context_tokens": 90,
-    "max_model_len": 50,
-    "max_num_seqs": 3,
-    "num_local_rows": 10,
-}
+NUMBERS |= {"causal": True, "num_local_rows": 10}
+NUMBERS |= {"max_context_tokens": 90, "max_model_len": 50, "max_num_seqs": 3}
 MINIMUM |= {"max_context_tokens": 0}
 COUNTS |= {
     "num_k": "the gathered keys",

@@ -19,13 +19,8 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 ANGLES = {"cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]")}
-X = Valid(
-    bf16(5, 2, 128),
-    "[num_tokens, num_heads, dim]",
-    "torch.bfloat16 or torch.float32",
-    advice="",
-    any_rank=True,
-)
+SHAPE, FLOATS = "[num_tokens, num_heads, dim]", "torch.bfloat16 or torch.float32"
+X = Valid(bf16(5, 2, 128), SHAPE, FLOATS, advice="", any_rank=True)
 OWN |= {
     "apply_rope": {**ANGLES, "x": X},
     "inverse_rope_group": {**ANGLES, "o": Valid(bf16(5, 4, 128), "[num_tokens, num_heads, dim]")},
@@ -40,13 +35,8 @@ OWN |= {
     "unpack_seq": {"packed": Valid(bf16(3, 2, 4), "[num_reqs, next_n, size]", EVERY_DTYPE,
      advice=ANY, any_rank=True)},
 }  # fmt: skip
-NUMBERS |= {
-    "num_groups": 2,
-    "num_positions": 9,
-    "rope_dim": 64,
-    "scale_layout": "column_padded",
-    "theta": 10000.0,
-}
+NUMBERS |= {"num_groups": 2, "num_positions": 9, "rope_dim": 64, "theta": 10000.0}
+NUMBERS |= {"scale_layout": "column_padded"}
 MINIMUM |= {"num_positions": 0, "rope_dim": 2}
 
 
