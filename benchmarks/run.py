@@ -19,7 +19,7 @@ BENCHES = {
     "kv_cache": "cache inserts and gathers: compiled, eager, and beside vLLM's",
     "sparse_mla": "sparse attention, decode and prefill: against its roofline and FlashMLA",
     "mla": "dense MLA decode: against its roofline and FlashMLA",
-    "mla_model": "DeepSeek-V3: decode steps, and prefills over long contexts",
+    "mla_model": "DeepSeek-V3 and V3.2: decode steps, and prefills with and without contexts",
     "context_parallel": "ranks that share a cache: each way to combine, layers of V3 and V4",
     "indexer": "the lightning indexer, decode: against its roofline and DeepGEMM",
     "linear": "FP8 linear layers: against a copy of their weights, and bf16",
