@@ -102,7 +102,8 @@ def run_ranks(
 def _process(
     rank: int, world: int, device_type: str, folder: str, kind: type[Ranks], *settings: Any
 ) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(number) for name, number in ranks.items()})
     device, backend = torch.device(device_type), "gloo"
     if device.type == "cuda":
         device, backend = torch.device("cuda", rank), "nccl"
@@ -113,9 +114,8 @@ def _process(
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=_TIMEOUT
     )
-    ranks = kind(rank, world, device, folder, *settings)
     with torch.no_grad():
-        ranks.run()
+        kind(rank, world, device, folder, *settings).run()
     dist.barrier()
     os._exit(0)  # no teardown, because a captured collective may outlive its group
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -41,17 +42,16 @@ def compile_workers() -> Callable[..., Wait] | None:
 
 
 def set_triton_folder() -> None:
-    """Let Triton use the folder that Inductor would set at its first kernel. A folder that the user
-    has set stays.
+    """Let Triton use Inductor's folder for the first GPU. A folder that the user has set stays.
 
-    If the folder changed later, launches would not find the kernels that workers compiled before,
-    and Inductor would not find its own kernels in the next process.
+    Inductor would set a folder per GPU at its first kernel. If the folder changed then, launches
+    would not find the kernels that workers compiled before. Processes with a GPU each share the
+    folder of the first one, so that they need not compile each kernel again.
     """
     from dsv4_ops.lowering import _compat
 
     if "TRITON_CACHE_DIR" not in os.environ and torch.cuda.is_available():
-        folder = _compat.triton_cache_dir(torch.cuda.current_device())
-        os.environ["TRITON_CACHE_DIR"] = folder
+        os.environ["TRITON_CACHE_DIR"] = _compat.triton_cache_dir(0)
 
 
 def start_workers() -> None:
@@ -102,7 +102,8 @@ class _Sender:
     """A thread that sends jobs to the pool, urgent jobs first.
 
     A graph waits for its kernels, which Inductor sends to the same pool. So a quarter of the
-    workers take none of our jobs.
+    workers take none of our jobs. The ranks on a machine have a pool each, but share the cores and
+    Triton's folder: each rank fills a part of its pool, and first sends its share of the jobs.
 
     The thread is a daemon, so that a process can end before all jobs are sent.
     """
@@ -110,21 +111,23 @@ class _Sender:
     def __init__(self, workers: int) -> None:
         self._jobs: PriorityQueue[Any] = PriorityQueue()
         self._order = itertools.count()
-        self._idle = Semaphore(max(workers * 3 // 4, 1))
+        self._rank, self._ranks = _local_ranks()
+        self._idle = Semaphore(max(workers * 3 // 4 // self._ranks, 1))
         Thread(target=self._run, name="dsv4_ops_jobs", daemon=True).start()
 
     def send(self, function: Callable[..., Any], args: tuple[Any, ...], urgent: bool) -> Wait:
         sent: Future[Future[Any]] = Future()
+        is_ours = zlib.crc32(repr(args).encode()) % self._ranks == self._rank
 
-        def queue(urgent: bool) -> None:
-            self._jobs.put((not urgent, next(self._order), sent, function, args))
+        def queue(urgent: bool, is_ours: bool) -> None:
+            self._jobs.put((not urgent, not is_ours, next(self._order), sent, function, args))
 
         def wait() -> Any:
-            if not urgent and not sent.done():
-                queue(True)
+            if not (urgent and is_ours) and not sent.done():
+                queue(True, True)
             return sent.result().result()
 
-        queue(urgent)
+        queue(urgent, is_ours)
         return wait
 
     def _run(self) -> None:
@@ -147,6 +150,16 @@ class _Sender:
             else:
                 job.add_done_callback(lambda _: self._idle.release())
                 sent.set_result(job)
+
+
+def _local_ranks() -> tuple[int, int]:
+    """Return the rank of this process on this machine, and the number of ranks here, as torchrun
+    passes them."""
+    try:
+        rank, ranks = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
+    except (KeyError, ValueError):
+        return 0, 1
+    return (rank, ranks) if 0 <= rank < ranks else (0, 1)
 
 
 @functools.cache

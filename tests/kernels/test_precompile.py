@@ -4,6 +4,7 @@ import importlib
 import os
 import pkgutil
 import time
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from queue import SimpleQueue
@@ -187,11 +188,12 @@ def test_a_key_does_not_depend_on_what_had_one_before():
         assert len({name for name, _ in constants}) == len(constants), each.fn.__name__
 
 
-def test_urgent_jobs_start_first(monkeypatch):
-    """Three of four workers take our jobs. A job becomes urgent when a launch waits for it."""
+@pytest.fixture
+def pool(monkeypatch):
+    """Replace Inductor's pool: return a queue of the jobs that start, and their futures."""
     started, jobs = SimpleQueue(), {}
 
-    def submit(name):
+    def submit(name, *_):
         started.put(name)
         return jobs.setdefault(name, Future())
 
@@ -199,6 +201,12 @@ def test_urgent_jobs_start_first(monkeypatch):
         process_pool=lambda: SimpleNamespace(submit=submit), wait_pool_ready=lambda: None
     )
     monkeypatch.setattr(_compat, "AsyncCompile", pools)
+    return started, jobs
+
+
+def test_urgent_jobs_start_first(pool):
+    """Three of four workers take our jobs. A job becomes urgent when a launch waits for it."""
+    started, jobs = pool
     sender = inductor._Sender(4)
     waits = [sender.send(name, (), name in "abcf") for name in "abcdef"]
     assert [started.get(timeout=9) for _ in "abc"] == [*"abc"]
@@ -212,6 +220,31 @@ def test_urgent_jobs_start_first(monkeypatch):
             jobs[name].set_result(None)
             assert started.get(timeout=9) == following
         jobs["e"].set_result(7)
+        assert wait.result(timeout=9) == 7
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_begin_with_different_jobs(pool, rank, monkeypatch):
+    """Two ranks share 8 cores and Triton's folder, so one sends 3 jobs, and its half of them first.
+    A job of the other half moves to the front when a launch waits for it."""
+    started, jobs = pool
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    halves = [[], []]
+    for name in "abcdefghijklmnop":
+        halves[zlib.crc32(f"('{name}',)".encode()) % 2].append(name)
+    (*first, last), others = halves[rank][:4], halves[1 - rank][:2]
+    sender = inductor._Sender(8)
+    waits = [sender.send(name, (name,), True) for name in (*first, *others, last)]
+    assert [started.get(timeout=9) for _ in first] == first
+    with ThreadPoolExecutor() as threads:
+        wait = threads.submit(waits[4])
+        while sender._jobs.qsize() < 4:  # both others, the last, and an other again
+            time.sleep(0.01)
+        for name, following in zip(first, (last, *reversed(others)), strict=True):
+            jobs[name].set_result(None)
+            assert started.get(timeout=9) == following
+        jobs[others[1]].set_result(7)
         assert wait.result(timeout=9) == 7
 
 
