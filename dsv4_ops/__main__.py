@@ -80,7 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     checkpoint.add_argument(
         "--check", action="store_true", help="check names, shapes and all numbers"
     )
-    checkpoint.add_argument("--family", choices=("instruct", "base"), default="instruct")
+    checkpoint.add_argument(
+        "--model", choices=("v4", "v3", "v32", "v2", "glm5"), default="v4", help="default: v4"
+    )
+    checkpoint.add_argument(
+        "--family", choices=("instruct", "base"), default="instruct", help="of V4's checkpoints"
+    )
     checkpoint.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     checkpoint.add_argument("--shards", type=int, default=3, help="default: %(default)s")
     serve.add_options(
@@ -138,7 +143,8 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
     try:
         if not options.check:
-            checkpoint.write(options.path, options.family, options.seed, options.shards)
+            settings = (options.model, options.family, options.seed, options.shards)
+            checkpoint.write(options.path, *settings)
         print(checkpoint.describe(options.path))
     except (ImportError, NotImplementedError, OSError, ValueError) as error:
         print(error, file=sys.stderr)

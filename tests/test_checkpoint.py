@@ -549,6 +549,26 @@ def test_the_command_line_writes_and_checks(tmp_path, capsys):
     assert "check_checkpoint: path must hold config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["v3", "v32", "v2", "glm5"])
+def test_the_command_line_writes_other_models(name, tmp_path, capsys):
+    """Layers are codes, and a text continues with bytes."""
+    transformers = pytest.importorskip("transformers", "5.17", reason="needs deepseek_v32")
+    from dsv4_ops.integrations import transformers as v4
+
+    folder = str(tmp_path / name)
+    assert main(["checkpoint", folder, "--model", name, "--family", "base"]) == 1
+    assert "--family must be left out with other models than v4" in capsys.readouterr().err
+    assert main(["checkpoint", folder, "--model", name, "--shards", "2"]) == 0
+    assert "fp8 experts, scales F32" in capsys.readouterr().out
+    model = v4.patch(v4.load_quantized(folder))
+    assert model.model.layers[1].self_attn.o_proj.weight.dtype == torch.float8_e4m3fn
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("one", return_tensors="pt").input_ids
+    texts = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert texts.shape == (1, ids.shape[1] + 4)
+    assert tokenizer.decode(texts[0]).startswith("<s>one")
+
+
 def test_given_weights_are_quantised_and_the_rest_is_random(tmp_path):
     """1.5 is a code of both formats; 3 * 2^-20 needs their scales."""
     fp8, fp4 = "layers.0.attn.wq_a.weight", "layers.0.ffn.experts.1.w2.weight"

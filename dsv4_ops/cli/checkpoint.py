@@ -9,15 +9,18 @@ from dsv4_ops.checkpoint.format import check_checkpoint
 from dsv4_ops.checkpoint.headers import CONFIG, INDEX, WHOLE
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
-from dsv4_ops.testing.text import write_tokenizer
+from dsv4_ops.testing.mla_checkpoint import write_mla_checkpoint
+from dsv4_ops.testing.text import BOS, EOS, write_tokenizer
 
 
-def write(path: str, family: str, seed: int, shards: int) -> None:
-    """Write a checkpoint of ``dsv4_ops.testing.checkpoint.TINY`` with random weights. If
-    transformers is installed, also write a tokenizer whose tokens are single bytes.
+def write(path: str, model: str, family: str, seed: int, shards: int) -> None:
+    """Write a checkpoint with random weights: for "v4" ``dsv4_ops.testing.checkpoint.TINY``, else
+    ``write_mla_checkpoint``. If transformers is installed, also write a tokenizer whose tokens are
+    single bytes.
 
     Raises:
-        ValueError: the folder already has a checkpoint, or the number of shards is below 1.
+        ValueError: the folder already has a checkpoint, the number of shards is below 1, or
+            ``family`` is not of ``model``.
     """
     if any((Path(path) / name).exists() for name in (CONFIG, INDEX, WHOLE)):
         raise argument_error(
@@ -27,6 +30,18 @@ def write(path: str, family: str, seed: int, shards: int) -> None:
             got=repr(path),
             do="Pass --check to check it, or remove it",
         )
+    if model != "v4":
+        if family != "instruct":
+            raise argument_error(
+                "checkpoint",
+                "--family",
+                must="be left out with other models than v4",
+                got=repr(family),
+                do="V3, V3.2, V2 and GLM-5 have one format",
+            )
+        write_mla_checkpoint(path, model, seed=seed, shards=shards)
+        write_tokenizer(path, bos=BOS, eos=EOS)
+        return
     write_checkpoint(path, family=family, seed=seed, shards=shards)
     if importlib.util.find_spec("transformers"):
         write_tokenizer(path, bos=TINY["bos_token_id"], eos=TINY["eos_token_id"])

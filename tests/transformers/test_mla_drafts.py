@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.mla_checkpoint import random_model, write_model
 from tests.oracles.mtp import normed
 from tests.support import v3_checkpoint
 from tests.transformers.test_deepseek_v32 import EXACT, ordered_ties, small
@@ -139,12 +140,12 @@ def test_a_step_is_one_graph(paths, text):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("family", [3, 32, "GLM-5"])
+@pytest.mark.parametrize("family", ["v3", "v32", "glm5"])
 def test_fp8_files(family, tmp_path):
     """Draft weights are codes where the model has codes, with the same values."""
-    types = {"indexer_types": ["full", "shared", "full"]} if family == "GLM-5" else {}
-    whole = v3_checkpoint.random_model(family, num_hidden_layers=3, **types)
-    state = v3_checkpoint.write(tmp_path, whole)
+    types = {"indexer_types": ["full", "shared", "full"]} if family == "glm5" else {}
+    whole = random_model(family, num_hidden_layers=3, **types)
+    state = write_model(tmp_path, whole)
     v3_checkpoint.add_draft(tmp_path, LAYERS)
     model = v4.load_mtp(v4.patch(v4.load_quantized(tmp_path), kv="bf16"), tmp_path)
     layer, prefix = model.mtp.layers[0], f"model.layers.{LAYERS}."

@@ -18,9 +18,9 @@ from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
+from dsv4_ops.testing.mla_checkpoint import write_mla_checkpoint
 from tests.helpers import i32
 from tests.oracles.mtp import dequantised_model, float32_model
-from tests.support import v3_checkpoint
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROUNDING = 2.0**-8  # of bf16, relative
@@ -382,7 +382,7 @@ def test_what_is_no_number_is_refused_in_every_weight(loaded, tmp_path):
     )
     v3 = tmp_path / "v3"
     v3.mkdir()
-    v3_checkpoint.write(v3, v3_checkpoint.random_model())
+    write_mla_checkpoint(v3)
     # V3: five projections per attention, three in a dense block, experts, and a shared one
     for folder, count in ((None, None), (path, None), (v3, 2 * (2 * 5 + 3 + 2 + 3))):
         model = loaded if folder is None else v4.load_quantized(folder)

@@ -9,9 +9,9 @@ import transformers
 import dsv4_ops as ops
 from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3 import spec
+from dsv4_ops.testing.mla_checkpoint import random_model, write_model
 from dsv4_ops.testing.models import small_mla_config
 from tests.helpers import NIGHTLY
-from tests.support import v3_checkpoint
 from tests.support.hf_models import first_step
 from tests.support.v3_checkpoint import dense_model
 
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 def written(path, **changed):
     """Write a folder; return it and the state of the same model with dequantised values."""
-    return path, v3_checkpoint.write(path, v3_checkpoint.random_model(**changed))
+    return path, write_model(path, random_model(**changed))
 
 
 def logits_of(model, ids, kv):

@@ -13,23 +13,26 @@ from dsv4_ops.__main__ import main
 from dsv4_ops.checkpoint.format import check_checkpoint
 from dsv4_ops.checkpoint.mla_format import mla_tensors
 from dsv4_ops.integrations import transformers as hf
+from dsv4_ops.testing.mla_checkpoint import random_model, save_tensors, write_model
 from tests.helpers import NIGHTLY, nightly
-from tests.support import v3_checkpoint
 from tests.support.mutated import accepts, mutated, restored
+from tests.support.v3_checkpoint import dense_model
 
 E4M3 = torch.float8_e4m3fn
 ATTENTION = "model.layers.0.self_attn"
 FILE = "model.safetensors"
 
 
-@pytest.fixture(scope="module", params=[3, *nightly("tests with all_versions", 2, 32, "GLM-5")])
+@pytest.fixture(
+    scope="module", params=["v3", *nightly("tests with all_versions", "v2", "v32", "glm5")]
+)
 def released(request, tmp_path_factory):
     """Write a folder; return it and the state of the same model with dequantised values."""
-    path = tmp_path_factory.mktemp(f"v{request.param}")
-    return path, v3_checkpoint.write(path, v3_checkpoint.random_model(request.param))
+    path = tmp_path_factory.mktemp(request.param)
+    return path, write_model(path, random_model(request.param))
 
 
-all_versions = pytest.mark.parametrize("released", [3, 2, 32, "GLM-5"], indirect=True)
+all_versions = pytest.mark.parametrize("released", ["v3", "v2", "v32", "glm5"], indirect=True)
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def copied(released, tmp_path):
     config = json.loads((released[0] / "config.json").read_text())
 
     def write(shards=1):
-        v3_checkpoint.save(tmp_path, files, shards)
+        save_tensors(tmp_path, files, shards)
         (tmp_path / "config.json").write_text(json.dumps(config))
         return tmp_path
 
@@ -117,9 +120,9 @@ def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
     """Errors relative to float32 are those of equal values in bf16; short prompts are absorbed."""
     path, _ = released
     ids = torch.arange(tokens)[None] * 7 % 250
-    exact = v3_checkpoint.dense_model(*released, torch.float32)(ids).logits.double()
+    exact = dense_model(*released, torch.float32)(ids).logits.double()
     errors = []
-    bf16 = v3_checkpoint.dense_model(*released, torch.bfloat16)
+    bf16 = dense_model(*released, torch.bfloat16)
     for model in (hf.load_quantized(path), bf16):
         hf.patch(model, kv="bf16")
         # V3.2 and GLM-5 select the whole prompt, but a cache may have more rows
@@ -129,7 +132,7 @@ def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
     assert 0 < errors[0] <= 1.5 * errors[1], errors
 
 
-@pytest.mark.parametrize("released", [32, "GLM-5"], indirect=True)
+@pytest.mark.parametrize("released", ["v32", "glm5"], indirect=True)
 def test_projections_of_the_indexer_are_quantised(released):
     """The codes of projections have effect; the head weights are not quantised."""
     path, state = released
@@ -153,7 +156,7 @@ def test_projections_of_the_indexer_are_quantised(released):
     ],
 )
 def test_other_sizes(tmp_path, changed, expected):
-    v3_checkpoint.write(tmp_path, v3_checkpoint.random_model(**changed))
+    write_model(tmp_path, random_model(**changed))
     files = load_file(tmp_path / FILE)
     assert any(expected in name for name in files)
     assert check_checkpoint(tmp_path).num_tensors == len(files)
@@ -284,7 +287,7 @@ def test_any_config_and_header_are_accepted_or_refused_clearly(released, data):
 
 def test_scales_that_bytes_cannot_hold_are_refused(released, tmp_path, monkeypatch, capsys):
     """``scale_fmt="ue8m0"`` stores float32 scales as bytes: 0.75 becomes 1 or 0.5."""
-    v3_checkpoint.save(tmp_path, load_file(released[0] / FILE))
+    save_tensors(tmp_path, load_file(released[0] / FILE))
     config = json.loads((released[0] / "config.json").read_text())
     config["quantization_config"]["scale_fmt"] = "ue8m0"
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -297,12 +300,12 @@ def test_scales_that_bytes_cannot_hold_are_refused(released, tmp_path, monkeypat
 @pytest.mark.parametrize("scale_fmt", ["ue8m0", "float"])
 def test_powers_of_two_are_loaded_exactly(tmp_path, stored, scale_fmt):
     """V3.1's scales are float32 or bytes; Hugging Face keeps either form."""
-    state = v3_checkpoint.write(tmp_path, v3_checkpoint.random_model(), scale_fmt="ue8m0")
+    state = write_model(tmp_path, random_model(), scale_fmt="ue8m0")
     files = load_file(tmp_path / FILE)
     if stored == "F8_E8M0":
         for name in [name for name in files if name.endswith("_scale_inv")]:
             files[name] = files[name].to(torch.float8_e8m0fnu)
-        v3_checkpoint.save(tmp_path, files)
+        save_tensors(tmp_path, files)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["scale_fmt"] = scale_fmt
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -566,7 +566,7 @@ def test_the_tiny_checkpoint_has_a_tokenizer(tmp_path):
     """A token is a byte: "!" has the first id after the special tokens, "H" is 39 later."""
     from dsv4_ops.cli import checkpoint
 
-    checkpoint.write(str(tmp_path), "instruct", 0, 1)
+    checkpoint.write(str(tmp_path), "v4", "instruct", 0, 1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("!H") == [0, 2, 41]
     text = "H\u00fc \u4f60\n  x"
