@@ -57,7 +57,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--warm", type=bounded_int(0), default=1, metavar="N", help="starts; default: %(default)s")
     add("--generate", type=size, metavar="N", help="call generate for N tokens, in place of steps")
     add("--backend", help="of torch.compile; default: inductor; aot_eager on a CPU")
+    add("--fixed", action="store_true", help="compile each size by itself, with dynamic=False")
+    add("--cache-file", action="store_true", help="starts share only cache_file, not the folders")
     add("--child", metavar="NAME", help=argparse.SUPPRESS)
+    add("--files", metavar="DIR", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -72,28 +75,32 @@ def run(options: argparse.Namespace) -> None:
             print(json.dumps(asdict(row)), flush=True)
         return
     output = Report(options, device)
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | dict.fromkeys(_FOLDERS, folder)
+    with tempfile.TemporaryDirectory() as files:
         for number in range(1 + options.warm):
-            _follow(options, f"warm {number}" if number else "cold", environment, output)
+            folder = f"{files}/{number if options.cache_file else 0}"
+            os.makedirs(folder, exist_ok=True)
+            environment = os.environ | dict.fromkeys(_FOLDERS, folder)
+            name = f"warm {number}" if number else "cold"
+            more = ["--files", files] if options.cache_file else []
+            _follow(options, ["--child", name, *more], environment, output)
     kind = "small layers" if small else "layers of Flash's sizes"
     output.finish(f"Starts of {options.layers} {kind}", *_NOTES)
 
 
 def _follow(
-    options: argparse.Namespace, name: str, environment: dict[str, str], output: Report
+    options: argparse.Namespace, child: list[str], environment: dict[str, str], output: Report
 ) -> None:
     """Run one start; write each row as soon as it is measured."""
-    command = [sys.executable, *shlex.split(options.command)[1:], "--child", name]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
+    command = [sys.executable, *shlex.split(options.command)[1:], *child]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
             if line.startswith("{"):
                 row = StartRow(**json.loads(line))
                 output.add(row)
                 print(row, file=sys.stderr, flush=True)
-    if child.returncode:
-        raise BenchError(f"start: the {name} start failed; its output is above")
+    if process.returncode:
+        raise BenchError(f"start: the {child[1]} start failed; its output is above")
 
 
 def _phases(options: argparse.Namespace, device: torch.device) -> Any:
@@ -121,7 +128,7 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
     cache = v4.PagedCache.for_model(
         model, max_batch_size=most, max_cache_len=8 * longest, max_chunk=longest
     )
-    steps = Steps(v4, model, cache, options.backend)
+    steps = Steps(v4, model, cache, options)
     wait(device)
     yield row("build and patch", time.perf_counter() - began, 0)
     for tokens in options.prefills:
@@ -174,11 +181,13 @@ def _generated(
 class Steps:
     """The compiled steps of a model, and the requests that they extend."""
 
-    def __init__(self, v4: Any, model: Any, cache: Any, backend: str) -> None:
+    def __init__(self, v4: Any, model: Any, cache: Any, options: argparse.Namespace) -> None:
         self.v4, self.model, self.cache = v4, model, cache
-        settings = {"mode": "regional", "dynamic": True, "backend": backend}
-        self.prefill = v4.compile_step(model, v4.prefill_step, **settings)
-        self.decode = v4.compile_step(model, v4.decode_step, **settings)
+        settings = {"mode": "regional", "dynamic": not options.fixed, "backend": options.backend}
+        self.prefill, self.decode = (
+            v4.compile_step(model, step, **settings, cache_file=file)
+            for step, file in zip((v4.prefill_step, v4.decode_step), _files(options), strict=True)
+        )
         length = cache.max_cache_len
         self.rows = [cache.add(number, length) for number in range(cache.max_batch_size)]
         self.lens = [0] * len(self.rows)
@@ -219,6 +228,12 @@ class Steps:
         """Return the median time of the step in a CUDA graph."""
         batch = self.batch([1] * requests)
         return Capture([lambda: self.decode(batch, self.cache)]).device_us().median / 1e3
+
+
+def _files(options: argparse.Namespace) -> Sequence[str | None]:
+    """Return the ``cache_file`` of prefills, and that of decodes."""
+    names = ("prefill.parts", "decode.parts")
+    return [f"{options.files}/{name}" if options.files else None for name in names]
 
 
 def _graphs() -> int:

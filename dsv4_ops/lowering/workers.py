@@ -99,7 +99,7 @@ _REPLACED = "dsv4_ops_replaced"
 
 
 class _Sender:
-    """A thread that sends jobs to the pool, urgent jobs first.
+    """A thread that sends jobs to the pool: first those that a launch waits for, then urgent jobs.
 
     A graph waits for its kernels, which Inductor sends to the same pool. So a quarter of the
     workers take none of our jobs. The ranks on a machine have a pool each, but share the cores and
@@ -112,22 +112,25 @@ class _Sender:
         self._jobs: PriorityQueue[Any] = PriorityQueue()
         self._order = itertools.count()
         self._rank, self._ranks = _local_ranks()
-        self._idle = Semaphore(max(workers * 3 // 4 // self._ranks, 1))
+        if self._ranks > 1:  # Inductor starts a worker per core, but at most 32, in each rank
+            workers = min(workers, _cores() // self._ranks)
+        self._idle = Semaphore(max(workers * 3 // 4, 1))
         Thread(target=self._run, name="dsv4_ops_jobs", daemon=True).start()
 
     def send(self, function: Callable[..., Any], args: tuple[Any, ...], urgent: bool) -> Wait:
         sent: Future[Future[Any]] = Future()
         is_ours = zlib.crc32(repr(args).encode()) % self._ranks == self._rank
 
-        def queue(urgent: bool, is_ours: bool) -> None:
-            self._jobs.put((not urgent, not is_ours, next(self._order), sent, function, args))
+        def queue(is_awaited: bool) -> None:
+            place = (not is_awaited, not urgent, not is_ours, next(self._order))
+            self._jobs.put((*place, sent, function, args))
 
         def wait() -> Any:
-            if not (urgent and is_ours) and not sent.done():
-                queue(True, True)
+            if not sent.done():
+                queue(True)
             return sent.result().result()
 
-        queue(urgent, is_ours)
+        queue(False)
         return wait
 
     def _run(self) -> None:
@@ -160,6 +163,14 @@ def _local_ranks() -> tuple[int, int]:
     except (KeyError, ValueError):
         return 0, 1
     return (rank, ranks) if 0 <= rank < ranks else (0, 1)
+
+
+def _cores() -> int:
+    """Return the number of cores that the ranks on this machine share: all cores on which this
+    process may run. So ranks that are bound to cores of their own use fewer workers than others."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @functools.cache

@@ -5,9 +5,10 @@ import os
 import pkgutil
 import time
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -204,48 +205,69 @@ def pool(monkeypatch):
     return started, jobs
 
 
+def awaited(wait, sender, queued):
+    """Wait in a thread that does not keep a failed test alive; return its result's future, after
+    ``queued`` jobs are in the queue."""
+    found, deadline = Future(), time.monotonic() + 9
+    Thread(target=lambda: found.set_result(wait()), daemon=True).start()
+    while sender._jobs.qsize() < queued and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
 def test_urgent_jobs_start_first(pool):
-    """Three of four workers take our jobs. A job becomes urgent when a launch waits for it."""
+    """Three of four workers take our jobs. A job that a launch waits for starts next."""
     started, jobs = pool
     sender = inductor._Sender(4)
     waits = [sender.send(name, (), name in "abcf") for name in "abcdef"]
     assert [started.get(timeout=9) for _ in "abc"] == [*"abc"]
     jobs["a"].set_result(None)
     assert started.get(timeout=9) == "f"
-    with ThreadPoolExecutor() as threads:
-        wait = threads.submit(waits[4])
-        while sender._jobs.qsize() < 3:  # d, e, and e again
-            time.sleep(0.01)
-        for name, following in zip("bc", "ed", strict=True):
-            jobs[name].set_result(None)
-            assert started.get(timeout=9) == following
-        jobs["e"].set_result(7)
-        assert wait.result(timeout=9) == 7
+    found = awaited(waits[4], sender, 3)  # d, e, and e again
+    for name, following in zip("bc", "ed", strict=True):
+        jobs[name].set_result(None)
+        assert started.get(timeout=9) == following
+    jobs["e"].set_result(7)
+    assert found.result(timeout=9) == 7
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_begin_with_different_jobs(pool, rank, monkeypatch):
     """Two ranks share 8 cores and Triton's folder, so one sends 3 jobs, and its half of them first.
-    A job of the other half moves to the front when a launch waits for it."""
+    A job that a launch waits for starts next."""
     started, jobs = pool
+    monkeypatch.setattr(inductor, "_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     halves = [[], []]
     for name in "abcdefghijklmnop":
         halves[zlib.crc32(f"('{name}',)".encode()) % 2].append(name)
     (*first, last), others = halves[rank][:4], halves[1 - rank][:2]
-    sender = inductor._Sender(8)
+    sender = inductor._Sender(32)
     waits = [sender.send(name, (name,), True) for name in (*first, *others, last)]
     assert [started.get(timeout=9) for _ in first] == first
-    with ThreadPoolExecutor() as threads:
-        wait = threads.submit(waits[4])
-        while sender._jobs.qsize() < 4:  # both others, the last, and an other again
-            time.sleep(0.01)
-        for name, following in zip(first, (last, *reversed(others)), strict=True):
-            jobs[name].set_result(None)
-            assert started.get(timeout=9) == following
-        jobs[others[1]].set_result(7)
-        assert wait.result(timeout=9) == 7
+    found = awaited(waits[4], sender, 4)  # both others, the last, and an other again
+    for name, following in zip(first, (others[1], last, others[0]), strict=True):
+        jobs[name].set_result(None)
+        assert started.get(timeout=9) == following
+    jobs[others[1]].set_result(7)
+    assert found.result(timeout=9) == 7
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "found"),
+    [
+        ("1", "2", (1, 2)), ("0", "1", (0, 1)),
+        ("2", "2", (0, 1)), ("-1", "2", (0, 1)), ("0", "0", (0, 1)), ("x", "2", (0, 1)),
+        ("1", None, (0, 1)), (None, "2", (0, 1)),
+    ],
+)  # fmt: skip
+def test_ranks_without_sense_are_one_rank(rank, ranks, found, monkeypatch):
+    for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", ranks)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    assert inductor._local_ranks() == found
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -36,6 +37,9 @@ _HERE = b"[FOLDER]"
 _KEPT = (".json", ".cubin", ".hsaco", ".so")
 """Suffixes of the files that Triton loads. Triton's other files are stages of the compilation."""
 
+_GROUP = "/__grp__"
+"""Begins the name of the file that lists a kernel's files."""
+
 
 def collect() -> dict[str, bytes]:
     """Return the contents of this process's kernel files, by name."""
@@ -54,7 +58,8 @@ def collect() -> dict[str, bytes]:
 def put(files: Mapping[str, bytes]) -> None:
     """Write the files of ``collect`` to the folders where this process looks for them."""
     folders = {_CODE: code_folder(), _TRITON: triton_folder()}
-    for place, content in files.items():
+    # groups last: a process that shares the folder must not see a group without its files
+    for place, content in sorted(files.items(), key=lambda file: _GROUP in file[0]):
         for prefix, folder in folders.items():
             if place.startswith(prefix) and folder is not None:
                 path = folder / place.removeprefix(prefix)
@@ -142,9 +147,22 @@ def _of_triton() -> Iterator[tuple[str, bytes]]:
         for path in folder.iterdir():
             if path.suffix in _KEPT:
                 content = path.read_bytes()
+                if path.name.startswith(_GROUP[1:]):
+                    content = _kept(content)
                 if path.suffix == ".json":
                     content = content.replace(str(folder).encode(), _HERE)
                 yield f"{_TRITON}{folder.name}/{path.name}", content
+
+
+def _kept(group: bytes) -> bytes:
+    """Leave files that are not stored out of a group. Triton 3.9 does not find a kernel if a file
+    of its group is absent."""
+    try:
+        paths = json.loads(group)["child_paths"]
+    except (ValueError, KeyError):  # damaged, so Triton will not find the kernel
+        return group
+    kept = {name: path for name, path in paths.items() if name.endswith(_KEPT)}
+    return json.dumps({"child_paths": kept}).encode()
 
 
 @contextmanager
