@@ -18,7 +18,13 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 import dsv4_ops
 from dsv4_ops.core.fingerprint import source_hash
 from dsv4_ops.core.torch_compat import SizeGuards
-from dsv4_ops.integrations.transformers import PagedCache, StepBatch, compile_step, patch
+from dsv4_ops.integrations.transformers import (
+    PagedCache,
+    StepBatch,
+    compile_step,
+    load_quantized,
+    patch,
+)
 from dsv4_ops.integrations.transformers.compile_cache import kernel_files, precompiled
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     PartsFile,
@@ -35,6 +41,7 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
 )
 from dsv4_ops.integrations.transformers.modules.replacement import REPLACED, own_forward
 from dsv4_ops.integrations.transformers.steps import compiled as steps_compiled
+from dsv4_ops.testing.mla_checkpoint import write_mla_checkpoint
 from dsv4_ops.testing.models import small_mla_model
 
 SETTINGS = {"fullgraph": True, "dynamic": False}
@@ -74,6 +81,14 @@ def test_copies_of_an_object_change_nothing_that_is_described():
     Held.factor = 3.0
     assert not watch.unchanged()
     assert outline(module) != names
+
+
+def test_what_loading_leaves_on_a_model_is_not_described(tmp_path):
+    """It has regular expressions, and a list whose order depends on the process."""
+    path = write_mla_checkpoint(tmp_path, "glm5")
+    models = [patch(load_quantized(path)) for _ in range(2)]
+    models[1].hf_quantizer.modules_to_not_convert.reverse()
+    assert described(models[:1]) == described(models[1:])
 
 
 def test_what_a_trace_can_read_is_described():

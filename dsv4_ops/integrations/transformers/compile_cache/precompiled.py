@@ -87,7 +87,10 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _WITH_OPS = ("dsv4_ops.kernels.", "dsv4_ops.lowering.")
 """Modules that register ops at import; a trace imports some of these modules."""
 
-_UNREAD = ("layer_idx", SOURCE, "generation_config", FORWARD_OF_PLAN)
+_UNREAD = (
+    "layer_idx", SOURCE, "generation_config", FORWARD_OF_PLAN,
+    "hf_quantizer", "_weight_conversions",  # of loaded models: regexes, and lists made from sets
+)  # fmt: skip
 """Attributes of modules that differ between layers of a kind, or between processes; ``compiled``
 checks that no trace reads these attributes."""
 
