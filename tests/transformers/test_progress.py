@@ -68,3 +68,5 @@ def test_a_log_has_one_line(monkeypatch, tmp_path):
         f"DeepseekV3MLP, norm, head, kept in '{tmp_path}')"
     )
     assert shown()[0] == ""
+    model.model.layers[0].register_forward_hook(lambda *_: None)  # a user's code is not described
+    assert shown()[0].endswith("on a CPU; not kept\n")

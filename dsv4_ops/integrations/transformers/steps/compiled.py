@@ -345,6 +345,7 @@ class CompiledStep:
             self._dry_runs.request_others(self.model, tensors, of_parts)
         passes = functools.partial(self._passes, tensors, sizes, of_parts)
         key, run = self._planned(batch, tensors, of_parts, passes)
+        self._bar.is_kept = key is not None
         if self.regional:
             rest = {**rest, "run": run, "shared": self._shares()}
             # if the plan has a key, stored parts need no checks, and ``_variant`` calls ``passes``

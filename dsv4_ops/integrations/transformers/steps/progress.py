@@ -16,10 +16,13 @@ class PartsBar:
     Args:
         title: Name of the step.
         place: File or folder that keeps the parts, or None.
+
+    Attributes:
+        is_kept: Whether the parts of this call are kept there.
     """
 
     def __init__(self, title: str, place: Any) -> None:
-        self._title, self._place = title, place
+        self._title, self._place, self.is_kept = title, place, True
         self._bar: Any = None
         self._has_line = False
 
@@ -45,7 +48,7 @@ class PartsBar:
             return
         self._has_line = True
         parts = "" if num_parts in (None, 1) else f" in {num_parts} parts"
-        kept = "not kept" if self._place is None else f"kept in {self._place}"
+        kept = f"kept in {self._place}" if self._place and self.is_kept else "not kept"
         takes = "about a minute on a GPU, several on a CPU"
         text = f"dsv4_ops: compiling {self._title}{parts}: {takes}; {kept}"
         print(text, file=sys.stderr, flush=True)
