@@ -554,8 +554,11 @@ def test_the_command_line_writes_other_models(name, tmp_path, capsys):
     """Layers are codes, and a text continues with bytes."""
     transformers = pytest.importorskip("transformers", "5.17", reason="needs deepseek_v32")
     from dsv4_ops.integrations import transformers as v4
+    from dsv4_ops.testing.mla_checkpoint import write_mla_checkpoint
 
     folder = str(tmp_path / name)
+    with pytest.raises(ValueError, match="model must be 'v2' or 'v3' or 'v32' or 'glm5', got 'v9'"):
+        write_mla_checkpoint(folder, "v9")
     assert main(["checkpoint", folder, "--model", name, "--family", "base"]) == 1
     assert "--family must be left out with other models than v4" in capsys.readouterr().err
     assert main(["checkpoint", folder, "--model", name, "--shards", "2"]) == 0

@@ -69,7 +69,7 @@ def write_mla_checkpoint(
         torch.float8_e4m3fn
     """
     checks = Checks("write_mla_checkpoint")
-    checks.one_of("model", model, *MODELS, belongs_to="checkpoints are of")
+    checks.one_of("model", model, *MODELS, belongs_to="you want to load")
     checks.at_least(1, shards=shards)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,7 @@ def _kept(group: bytes) -> bytes:
     of its group is absent."""
     try:
         paths = json.loads(group)["child_paths"]
-    except (ValueError, KeyError):  # damaged, so Triton will not find the kernel
+    except (ValueError, KeyError, TypeError):  # damaged, so Triton will not find the kernel
         return group
     kept = {name: path for name, path in paths.items() if name.endswith(_KEPT)}
     return json.dumps({"child_paths": kept}).encode()
