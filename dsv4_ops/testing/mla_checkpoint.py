@@ -27,7 +27,7 @@ from dsv4_ops.testing.models import small_dsa_config, small_mla_config
 MODELS = {"v2": "DeepseekV2", "v3": "DeepseekV3", "v32": "DeepseekV32", "glm5": "GlmMoeDsa"}
 """Prefixes of Hugging Face's classes."""
 
-SIZES: Mapping[str, Any] = {
+_SIZES: Mapping[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 256, "q_lora_rank": 128, "kv_lora_rank": 512,
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256,
@@ -35,7 +35,7 @@ SIZES: Mapping[str, Any] = {
 }  # fmt: skip
 """Sizes at which, as in V3, a layer ends within a block: ``kv_a_proj_with_mqa`` has 576 rows."""
 
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
 """Every token has all experts, because a router's near tie would hide errors of weights."""
 
 _QUANTIZED = tuple(f"{name}.weight" for name in ("proj", "with_mqa", "wq_b", "wk"))
@@ -83,7 +83,7 @@ def random_model(model: str = "v3", *, seed: int = 0, **changed: Any) -> Any:
     import transformers
 
     config: Any
-    sizes = {**SIZES, **EXPERTS, **changed}
+    sizes = {**_SIZES, **_EXPERTS, **changed}
     if model in ("v2", "v3"):
         config = small_mla_config(int(model[1:]), **sizes)
     else:

@@ -95,16 +95,27 @@ def test_generate_skips_contexts(monkeypatch):
     """First chunks attend to expanded keys, and the texts are Hugging Face's."""
     monkeypatch.setattr(MlaSpec, "break_even", 0)
     model = small_dsa_model("V3.2", device=DEVICE, index_topk=64)
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def texts(ids):
+        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+        return model.generate(ids, pad_token_id=0, attention_mask=torch.ones_like(ids), **settings)
+
     prompts = [text()[:rows, :length].to(DEVICE) for rows, length in ((1, 40), (3, 60), (2, 100))]
-    generate = partial(model.generate, **settings)
-    want = [generate(ids, attention_mask=torch.ones_like(ids)) for ids in prompts]
-    spec = v4.patch(model, **EXACT).dsv4_ops_spec
-    skips = [spec.skips_contexts(ids.numel(), *ids.shape) for ids in prompts]
-    assert skips == [True, True, False]
+    want = [texts(ids) for ids in prompts]
+    kind, seen = type(v4.patch(model, **EXACT).dsv4_ops_spec), []
+    skips = kind.skips_contexts
+
+    def noted(*sizes):
+        seen.append(skips(*sizes))
+        return seen[-1]
+
+    monkeypatch.setattr(kind, "skips_contexts", noted)
     for _ in range(3):  # the third prefill of a size is captured
-        for ids, texts in zip(prompts, want, strict=True):
-            assert torch.equal(generate(ids, attention_mask=torch.ones_like(ids)), texts)
+        for ids, expected in zip(prompts, want, strict=True):
+            seen.clear()
+            assert torch.equal(texts(ids), expected)
+            assert seen
+            assert all(each is (ids.shape[1] <= 64) for each in seen)
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -37,7 +37,7 @@ _HERE = b"[FOLDER]"
 _KEPT = (".json", ".cubin", ".hsaco", ".so")
 """Suffixes of the files that Triton loads. Triton's other files are stages of the compilation."""
 
-_GROUP = "/__grp__"
+_GROUP = "__grp__"
 """Begins the name of the file that lists a kernel's files."""
 
 
@@ -147,7 +147,7 @@ def _of_triton() -> Iterator[tuple[str, bytes]]:
         for path in folder.iterdir():
             if path.suffix in _KEPT:
                 content = path.read_bytes()
-                if path.name.startswith(_GROUP[1:]):
+                if path.name.startswith(_GROUP):
                     content = _kept(content)
                 if path.suffix == ".json":
                     content = content.replace(str(folder).encode(), _HERE)
