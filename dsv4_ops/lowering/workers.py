@@ -113,7 +113,7 @@ class _Sender:
         self._order = itertools.count()
         self._rank, self._ranks = _local_ranks()
         if self._ranks > 1:  # Inductor starts a worker per core, but at most 32, in each rank
-            workers = min(workers, _cores() // self._ranks)
+            workers = min(workers, available_cores())
         self._idle = Semaphore(max(workers * 3 // 4, 1))
         Thread(target=self._run, name="dsv4_ops_jobs", daemon=True).start()
 
@@ -165,9 +165,13 @@ def _local_ranks() -> tuple[int, int]:
     return (rank, ranks) if 0 <= rank < ranks else (0, 1)
 
 
+def available_cores() -> int:
+    """Return this process's share of the cores on which it may run. The ranks on this machine share
+    these cores, so ranks that are bound to cores of their own use fewer workers than others."""
+    return _cores() // _local_ranks()[1]
+
+
 def _cores() -> int:
-    """Return the number of cores that the ranks on this machine share: all cores on which this
-    process may run. So ranks that are bound to cores of their own use fewer workers than others."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

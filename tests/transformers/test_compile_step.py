@@ -133,7 +133,7 @@ def parts(monkeypatch):
 
     def load_one(content, names, place):
         made["loaded"].append(content.decode())
-        return part(compiled._part_named(content.decode()))
+        return part(compiled.part_named(content.decode()))
 
     def part(function):
         return precompiled.Part(function, SizeGuards("True", {}))

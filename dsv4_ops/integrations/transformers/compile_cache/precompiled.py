@@ -68,6 +68,7 @@ from torch import Tensor, nn
 
 from dsv4_ops.core.fingerprint import source_hash
 from dsv4_ops.core.torch_compat import (
+    FakeTensor,
     SizeGuards,
     allows_aot_compile,
     aot_settings,
@@ -101,6 +102,13 @@ _UNREAD_NAMES = (
     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__slotnames__",
 )  # fmt: skip
 """Names in classes that a trace does not read."""
+
+_UNREAD_OF_MODULES = (
+    "__init__", "_can_set_attn_implementation_cached_value",
+    "_can_set_experts_implementation_cached_value",
+)  # fmt: skip
+"""Names in classes of modules that a trace does not read. transformers assigns them when it builds
+or loads a model."""
 
 
 class Watch:
@@ -180,6 +188,13 @@ def _ranks_of(mesh: Any) -> list[Any]:
     return ranks
 
 
+def _type(value: Any) -> type:
+    """Return the type of a value; for a fake tensor, the type of the tensor that it replaces."""
+    if isinstance(value, FakeTensor):
+        return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
+    return type(value)
+
+
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
 
@@ -207,7 +222,7 @@ class _Walk:
         else:
             self._seen[id(value)] = len(self._seen)
             self._alive.append(value)  # keep the object alive, so that no other object gets its id
-            self._words.append(_name(type(value)))
+            self._words.append(_name(_type(value)))
             self._add_parts(value)
 
     def _add_parts(self, value: Any) -> None:
@@ -248,7 +263,7 @@ class _Walk:
             ranks = _ranks_of(whole.device_mesh)
             self._words.append(f"{whole.placements} of {tuple(whole.shape)} on ranks {ranks}")
             tensor = local(tensor)
-        if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
+        if _type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
             raise Undescribed(f"a tensor of {type(tensor).__name__}, {tensor.layout}")
         form = _form(tensor)
         self._watch.add_tensor(tensor, form)
@@ -285,31 +300,36 @@ class _Walk:
                 self.add(attribute)
         for name in slots:
             self._add_attribute(value, name)
+        # transformers decorates a forward in the class of FP8 experts again for each layer
+        hidden = ("forward",) if isinstance(value, nn.Module) and "forward" in attributes else ()
         for kind in type(value).__mro__:
-            self._add_class(kind)
+            self._add_class(kind, hidden)
 
     def _add_attribute(self, owner: Any, name: str) -> None:
         self._words.append(name)
         self._watch.add_attribute(owner, name)
         self.add(_attribute(owner, name))
 
-    def _add_class(self, kind: type) -> None:
-        """Describe methods and constants of a class, which a program can assign. Leave out classes
-        of torch and of Python, whose versions ``environment`` contains."""
+    def _add_class(self, kind: type, hidden: tuple[str, ...]) -> None:
+        """Describe methods and constants of a class, which a program can assign, but not those that
+        the object hides. Leave out classes of torch and of Python, whose versions ``environment``
+        contains."""
         if id(kind) in self._seen or _belongs_to(kind.__module__, "torch"):
             return
         self._seen[id(kind)] = len(self._seen)
         self._alive.append(kind)
         if _belongs_to(kind.__module__, "transformers", "dsv4_ops"):
-            self._words.append(outline(kind))
+            self._words.append(outline(kind, hidden))
             self._watch.add(vars(kind))
         else:
-            self.add_names(kind, _UNREAD_NAMES)
+            self.add_names(kind, (*_UNREAD_NAMES, *hidden))
 
     def add_names(self, owner: type | ModuleType, left_out: Sequence[str]) -> None:
         """Describe the names in a class or in a module."""
         if isinstance(owner, type):
             _slots_of(owner)
+            if issubclass(owner, nn.Module):
+                left_out = (*left_out, *_UNREAD_OF_MODULES)
         held = vars(owner)
         self._watch.add(held)
         for name in sorted(set(held).difference(left_out)):
@@ -327,18 +347,20 @@ class. Otherwise, a later copy or pickle of an object would store them, and ``Wa
 change of the class."""
 
 
-_OUTLINES: weakref.WeakKeyDictionary[type | ModuleType, tuple[Watch, str]]
+_OUTLINES: weakref.WeakKeyDictionary[type | ModuleType, dict[Any, tuple[Watch, str]]]
 _OUTLINES = weakref.WeakKeyDictionary()
 
 
-def outline(owner: type | ModuleType) -> str:
-    """Return a digest of the code and the constants of a class or a module. For a module, also
-    digest its classes and its source file. For modules of torch and Python, digest only the file.
+def outline(owner: type | ModuleType, left_out: tuple[str, ...] = ()) -> str:
+    """Return a digest of the code and the constants of a class or a module, without the names in
+    ``left_out``. For a module, also digest its classes and its source file. For modules of torch
+    and Python, digest only the file.
 
     The contents of lists and dictionaries are left out, because programs change these contents
     while the code stays the same. ``_OUTLINES`` keeps the digests, because layers share classes.
     """
-    watch, digest = _OUTLINES.get(owner, (None, ""))
+    outlines = _OUTLINES.setdefault(owner, {})
+    watch, digest = outlines.get(left_out, (None, ""))
     if watch is None or not watch.unchanged():
         watch, owners = Watch(), [owner]
         walk = _Walk(watch, is_deep=False)
@@ -349,11 +371,11 @@ def outline(owner: type | ModuleType) -> str:
             owners = [] if _belongs_to(owner.__name__, "torch") else [owner, *kinds]
         for each in owners:
             if isinstance(each, type):
-                walk.add_names(each, _UNREAD_NAMES)
+                walk.add_names(each, (*_UNREAD_NAMES, *left_out))
             else:
                 walk.add_names(each, [name for name in vars(each) if name.startswith("__")])
         digest = walk.digest()
-        _OUTLINES[owner] = watch, digest
+        outlines[left_out] = watch, digest
     return digest
 
 

@@ -434,7 +434,8 @@ def _compiled(model: Any, call: Call, kept: KeptCache | None) -> CompiledStep:
     first = {"has_context": False} if skips else {}
     prefills: DryRuns = getattr(model, STEPS).prefills
     for rest in (first, {}) if columns > longest and skips else (first,):
-        prefills.request_kernels(model, cache.tensors, num_tokens, rows, rest)
+        if not prefills.has_requested(rest):  # other sizes need few more kernels
+            prefills.request_kernels(model, cache.tensors, num_tokens, rows, rest)
     if not step.parts and cache.device.type == "cuda":
         with _decoding(model):  # compiled layers depend on settings that ``_decoding`` changes
             _whole(step)(padding(rows, rows, cache.device), cache.tensors)

@@ -7,8 +7,8 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType, NoneType
 from typing import Any
@@ -28,6 +28,7 @@ from dsv4_ops.core.torch_compat import (
 from dsv4_ops.dispatch.run_time_launches import run_time_launches
 from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, Runner
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.compile_cache.calls import packed
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     Part,
     PartsFile,
@@ -36,6 +37,7 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     Watch,
     compiled,
     described,
+    environment,
     folder_of_parts,
     loaded,
     state,
@@ -48,6 +50,8 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 )
 from dsv4_ops.integrations.transformers.modules.split import groups_of
 from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns, structure_of
+from dsv4_ops.integrations.transformers.steps.part_process import Job
+from dsv4_ops.integrations.transformers.steps.part_processes import PartProcesses
 from dsv4_ops.integrations.transformers.steps.progress import PartsBar
 from dsv4_ops.integrations.transformers.steps.step import (
     check_cache,
@@ -251,13 +255,13 @@ class CompiledStep:
         self._spec = spec_of("compile_step", model)
         self._dry_runs = DryRuns(step, of_parts)
         self._passed: tuple[Any, dict[str, Any], bool] = (lambda: None, {}, False)
-        is_new = self._file is not None and self._file.takes_parts and self._file.is_empty()
-        if is_new and model.device.type == "cuda":
+        if self._is_new() and model.device.type == "cuda":
             from dsv4_ops.lowering.workers import start_workers
 
             start_workers()  # the first call will need the workers
         ranks = self._spec.parallel
         self._groups = groups_of(model, ranks)
+        self._processes = PartProcesses(model.device)
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
@@ -270,7 +274,13 @@ class CompiledStep:
                     if type(error).__module__.startswith("torch._dynamo"):
                         self._explain(cache)
                     raise
+                finally:
+                    self._processes.close()
             return found
+
+    def _is_new(self) -> bool:
+        """Whether parts can be stored, but no process has stored any."""
+        return self._file is not None and self._file.takes_parts and self._file.is_empty()
 
     def __repr__(self) -> str:
         mode = "regional" if self.regional else "whole"
@@ -317,14 +327,8 @@ class CompiledStep:
             tensors = (*self.model.parameters(), *self.model.buffers())
             return self._plans[key], [local(each).data_ptr() for each in tensors]
 
-    @contextmanager
-    def _all_sizes(self) -> Iterator[None]:
-        """If the step is dynamic, make traces that are valid for all sizes."""
-        if not self.settings["dynamic"]:
-            yield
-            return
-        with one_graph_for_all_sizes(), run_time_launches():
-            yield
+    def _all_sizes(self) -> AbstractContextManager[None]:
+        return traces_for_all_sizes() if self.settings["dynamic"] else nullcontext()
 
     def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
         op = self.step.__name__
@@ -341,6 +345,8 @@ class CompiledStep:
             self._ranks.agree("compile_step", "batch", "cpu", **shapes, **of_parts)
         sizes = len(batch.tokens), len(batch.rows)
         if self.settings["dynamic"]:
+            if not self.parts and self._is_new() and self._can_send():
+                self._processes.start()
             self._dry_runs.request_kernels(self.model, tensors, *sizes, of_parts)
             self._dry_runs.request_others(self.model, tensors, of_parts)
         passes = functools.partial(self._passes, tensors, sizes, of_parts)
@@ -457,7 +463,7 @@ class CompiledStep:
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         if not self.settings["dynamic"]:
-            return key, _Recorder(self._part_of, _Plan(key[0], Watch()), passes)
+            return key, _Recorder(self._part_of, _Plan(key[0], Watch()), passes, dict)
         if not self._described.unchanged():
             self._digests, self._described = {}, Watch()
             if not self.regional:  # in a regional step, ``_follow`` does this
@@ -465,7 +471,10 @@ class CompiledStep:
                 self._passed = lambda: None, {}, False
         gaps = [None if each.is_contiguous() else each.stride() for each in vars(batch).values()]
         shared = self.step.__name__, key[0], self._cache[2], gaps, rest
-        return key, _Recorder(self._part_of, _Plan(key[0], self._described, shared), passes)
+        sizes = len(batch.tokens), len(batch.rows)
+        calls = functools.partial(self._dry_runs.calls, self.model, cache, *sizes, rest)
+        plan = _Plan(key[0], self._described, shared)
+        return key, _Recorder(self._part_of, plan, passes, calls)
 
     def _part_of(self, run: _Recorder, name: str, call: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the part compiled for this call; compile it at the first call."""
@@ -501,15 +510,22 @@ class CompiledStep:
             if part is None and name not in run.plan.compiled:
                 # compile a name once per plan; other calls with this name go to Dynamo, whose
                 # guards compare only what a trace reads
+                is_first = not run.plan.compiled
                 run.plan.compiled.add(name)
                 done = run.passes()
                 if self.settings["dynamic"] and not done:
                     return None
                 self._load()
-                with checks_are_done() if done else nullcontext():
-                    made = compiled(_part_named(name), call, self._settings_of(name))
-                if made is not None:
-                    part, content = made
+                if is_first and done:
+                    self._send_others(run, name)
+                content = self._processes.take(place)
+                if content is not None:
+                    part = loaded(content, globals(), f"{name} of another process")
+                if part is None:
+                    with checks_are_done() if done else nullcontext():
+                        made = compiled(part_named(name), call, self._settings_of(name))
+                    part, content = (None, None) if made is None else made
+                if part is not None and content is not None:
                     self._file.keep(place, content)
             if part is None:
                 return None
@@ -517,6 +533,42 @@ class CompiledStep:
             if part.takes(*call):
                 return part
         return None
+
+    def _send_others(self, run: _Recorder, name: str) -> None:
+        """Let other processes compile all missing parts but this one."""
+        if not (self._can_send() and self._processes.start()):
+            return
+        assert self._file is not None
+        jobs: dict[str, Job] = {}
+        digests = dict(self._digests)
+        for other, call in run.calls().items():
+            if other == name:
+                continue
+            try:
+                place = f"{other}/{self._digest(run.plan, other, call)}.0"
+                if self._kept.get(place) is None and self._file.find(place) is None:
+                    jobs[place] = self._job(other, call)
+            except Exception as error:  # pickle passes on any error of an object's own methods
+                _log.info("%s is not sent to another process: %s", other, error)
+        self._digests = digests  # keep no digest of a call with fake tensors
+        self._processes.send(jobs)
+
+    def _job(self, name: str, call: tuple[Any, ...]) -> Job:
+        device, settings = self._patched.device, self._settings_of(name)
+        return Job(
+            name=name,
+            call=packed(call),
+            described=described_call(call),
+            settings=settings,
+            environment=environment(settings),
+            device=device,
+            state=state(device),
+            precision=torch.get_float32_matmul_precision(),
+        )
+
+    def _can_send(self) -> bool:
+        """Whether other processes can compile parts. They have no process groups."""
+        return self.regional and self.settings["dynamic"] and not self._groups
 
     def _digest(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> str:
         """Describe a call. Leave out sizes if sizes are symbolic. ``plan.shared`` describes the
@@ -529,8 +581,7 @@ class CompiledStep:
         shared = plan.state if takes_tensors else plan.shared
         place = (name, id(function), repr(shared))
         if place not in self._digests:
-            leaves = [_form(each) for each in pytree.tree_leaves((args, rest))]
-            self._digests[place] = described([shared, function, *leaves], plan.watch)
+            self._digests[place] = described_call(call, plan.watch, [shared])
         return self._digests[place]
 
     def _run(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
@@ -546,7 +597,7 @@ class CompiledStep:
         if name not in self._jits:
             self._announce(name)
             self._load()
-            self._jits[name] = torch.compile(_part_named(name), **self._settings_of(name))
+            self._jits[name] = torch.compile(part_named(name), **self._settings_of(name))
             self.parts.setdefault(name, self._jits[name])
         return self._jits[name]
 
@@ -587,6 +638,22 @@ class CompiledStep:
         if self._file.has_more or not keys <= (self._loaded or frozenset()):
             self._file.write(caches)
             self._loaded = (self._loaded or frozenset()) | keys
+
+
+@contextmanager
+def traces_for_all_sizes() -> Iterator[None]:
+    """Make traces of ``torch.compile(dynamic=True)`` that are valid for all sizes."""
+    with one_graph_for_all_sizes(), run_time_launches():
+        yield
+
+
+def described_call(
+    call: tuple[Any, ...], watch: Watch | None = None, shared: Sequence[Any] = ()
+) -> str:
+    """Describe a call of a part with symbolic sizes. Leave out the sizes of its arguments."""
+    function, args, rest = call
+    leaves = [_form(each) for each in pytree.tree_leaves((args, rest))]
+    return described([*shared, function, *leaves], watch)
 
 
 def _form(leaf: Any) -> Any:
@@ -666,12 +733,18 @@ class _Recorder:
 
     Attributes:
         asks: Whether the runner has called ``passes``. ``passes`` says whether all checks pass.
+        calls: Function that returns the first call of each part, by the part's name.
     """
 
     def __init__(
-        self, part_of: Callable[..., Any], plan: _Plan, passes: Callable[[], bool]
+        self,
+        part_of: Callable[..., Any],
+        plan: _Plan,
+        passes: Callable[[], bool],
+        calls: Callable[[], dict[str, tuple[Any, ...]]],
     ) -> None:
         self.plan, self._part_of, self._passes, self.asks = plan, part_of, passes, False
+        self.calls = calls
 
     def passes(self) -> bool:
         self.asks = True
@@ -684,7 +757,7 @@ class _Recorder:
             return part(function, args, rest)
 
 
-def _part_named(name: str) -> FunctionType:
+def part_named(name: str) -> FunctionType:
     # each part has its own code object, as Dynamo tries all cache entries of a code object
     return FunctionType(_part.__code__.replace(co_name=name), globals())
 

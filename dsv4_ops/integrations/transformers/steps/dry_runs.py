@@ -119,9 +119,10 @@ class DryRuns:
         it is launched.
         """
         sizes = (_class(num_tokens), _class(num_reqs), *rest.items())
-        if cache.device.type != "cuda" or sizes in self._asked or not num_reqs:
+        asked = sizes[:2], tuple(rest.items())
+        if cache.device.type != "cuda" or asked in self._asked or not num_reqs:
             return
-        self._asked.add(sizes)
+        self._asked.add(asked)
         from dsv4_ops.lowering.workers import compile_workers
 
         submit = compile_workers()
@@ -144,6 +145,11 @@ class DryRuns:
             self._marks.append(mark)
             if self.may_pass(model):
                 self.note(cache, rest)
+
+    def has_requested(self, rest: dict[str, Any]) -> bool:
+        """Whether the kernels of a step with these keyword arguments were requested, for any
+        sizes."""
+        return any(options == tuple(rest.items()) for _, options in self._asked)
 
     def ran(self) -> None:
         """Tell other processes that a step ran. Triton's folder then has all kernels of the step,
@@ -176,6 +182,13 @@ class DryRuns:
                 self.request_kernels(model, cache, tokens, requests, rest, urgent=False)
             self._marks = marks  # no step of these sizes ran, so kernels may be missing
 
+    def calls(
+        self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
+    ) -> dict[str, tuple[Any, ...]]:
+        """Return the function, arguments and keyword arguments of the first call of each part. The
+        tensors that the step computes are fake."""
+        return self._run(model, cache, num_tokens, num_reqs, rest, nullcontext())
+
     def _run(
         self,
         model: Any,
@@ -184,12 +197,13 @@ class DryRuns:
         num_reqs: int,
         rest: dict[str, Any],
         kernels: AbstractContextManager[None],
-    ) -> None:
+    ) -> dict[str, tuple[Any, ...]]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), kernels:
             batch = padding(num_tokens, num_reqs, cache.device)
             once = OncePerName()
             self._parts(model, batch, cache, run=once, **rest)
-            self.num_parts = len(once.names)
+            self.num_parts = len(once.calls)
+        return once.calls
 
 
 def structure_of(cache: CacheTensors) -> Any:
@@ -257,11 +271,11 @@ class OncePerName:
 
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}
-        self.names: set[str] = set()
+        self.calls: dict[str, tuple[Any, ...]] = {}
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
         key = name, *(each.shape for each in args if isinstance(each, Tensor))
         if key not in self.results:
+            self.calls.setdefault(name, (function, args, rest))
             self.results[key] = function(*args, **rest)
-            self.names.add(name)
         return self.results[key]

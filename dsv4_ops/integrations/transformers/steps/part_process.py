@@ -1,0 +1,102 @@
+"""A process that compiles parts of a step for another process (``part_processes``).
+
+The process reads jobs from its standard input until the end of the input. It writes one answer when
+it is ready, and one per job: the bytes of the part, or None and the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+_STEPS = "dsv4_ops.integrations.transformers.steps.compiled"
+_MODULES = ("torch._dynamo", "torch._inductor.compile_fx", "triton", _STEPS)
+"""Modules to import before the first job arrives, because their import takes seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A part to compile.
+
+    Attributes:
+        name: Name of the part.
+        call: Function and arguments of the part, as ``calls.packed`` wrote them.
+        described: Description of the call.
+        settings: Settings of ``torch.compile``.
+        environment: Result of ``precompiled.environment`` for these settings.
+        device: Device of the step.
+        state: Result of ``precompiled.state`` for this device.
+        precision: Result of ``torch.get_float32_matmul_precision``.
+    """
+
+    name: str
+    call: bytes
+    described: str
+    settings: dict[str, Any]
+    environment: str
+    device: Any
+    state: tuple[Any, ...]
+    precision: str
+
+
+def compiled_part(job: Job) -> bytes:
+    """Compile a part.
+
+    Raises:
+        RuntimeError: a trace in this process would read other settings or another call than a trace
+            in the process that sent the job; or the part cannot be saved.
+    """
+    import torch
+
+    from dsv4_ops.core.checks import checks_are_done
+    from dsv4_ops.integrations.transformers.compile_cache import kernel_files, precompiled
+    from dsv4_ops.integrations.transformers.compile_cache.calls import unpacked
+    from dsv4_ops.integrations.transformers.steps import compiled
+
+    kernel_files.agree_with_workers()
+    torch.set_float32_matmul_precision(job.precision)
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    with torch.no_grad(), compiled.traces_for_all_sizes():
+        call = unpacked(job.call)
+        found = (
+            precompiled.environment(job.settings),
+            precompiled.state(job.device),
+            compiled.described_call(call),
+        )
+        for each, expected in zip(found, (job.environment, job.state, job.described), strict=True):
+            if each != expected:
+                raise RuntimeError(f"{each} is not {expected}")
+        with checks_are_done():
+            made = precompiled.compiled(compiled.part_named(job.name), call, job.settings)
+    if made is None:
+        raise RuntimeError("the part cannot be saved")
+    return made[1]
+
+
+def _answer(job: Job) -> tuple[bytes | None, str]:
+    try:
+        return compiled_part(job), ""
+    except Exception as error:  # the process that sent the job then compiles the part
+        return None, f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    """Serve jobs. Other output goes to stderr, because answers use the standard output."""
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        for name in _MODULES:
+            importlib.import_module(name)
+        answer: Any = "ready"
+        while True:
+            pickle.dump(answer, answers)
+            answers.flush()
+            try:
+                job = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            answer = _answer(job)

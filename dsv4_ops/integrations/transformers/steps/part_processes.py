@@ -1,0 +1,142 @@
+"""Compile the parts of a step side by side, in processes of their own.
+
+A process costs seconds until it has imported torch, and a CUDA context on the GPU. So processes
+start only if a part is missing, and end with the first step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+from dsv4_ops.integrations.transformers.steps.part_process import Job
+
+_log = logging.getLogger(__name__)
+
+_PROGRAM = (
+    "import sys; sys.path[:] = {!r}; "
+    "from dsv4_ops.integrations.transformers.steps.part_process import main; main()"
+)
+_MOST = 4
+"""Maximum number of processes. The released models have four kinds of layers."""
+_CORES = 4
+"""Number of cores per process. The caller and its compile workers need most of them."""
+_BYTES = 1 << 30
+"""Free memory of the GPU per process, for a CUDA context."""
+_SECONDS = 120
+"""Maximum time to wait for a part. After this time, the caller compiles the part itself."""
+
+_Answer = Future[bytes | None]
+
+
+def num_processes(device: torch.device) -> int:
+    """Return the number of processes that the machine and the GPU have space for. Return 0 without
+    a GPU, on fewer than 8 cores, or if TORCHINDUCTOR_COMPILE_THREADS is 1."""
+    from dsv4_ops.lowering.workers import available_cores, compile_workers
+
+    if device.type != "cuda" or compile_workers() is None:
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    most = available_cores() // _CORES
+    return 0 if most < 2 else min(_MOST, most, free // _BYTES)
+
+
+class PartProcesses:
+    """Processes that compile parts, each one part at a time.
+
+    Args:
+        device: Device of the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._processes: list[subprocess.Popen[bytes]] | None = None
+        self._answers: dict[str, _Answer] = {}
+        self._queue: SimpleQueue[tuple[Job, _Answer] | None] = SimpleQueue()
+
+    def start(self) -> bool:
+        """Start the processes, unless they run; they import torch in the background. Return whether
+        there are any processes."""
+        if self._processes is None:
+            self._processes = []
+            try:
+                for _ in range(num_processes(self._device)):
+                    self._processes.append(_started())
+            except OSError as error:  # Python's path is unknown, or no memory is left
+                _log.info("a process did not start: %s", error)
+            for each in self._processes:
+                Thread(target=self._serve, args=(each,), daemon=True).start()
+        return bool(self._processes)
+
+    def send(self, jobs: Mapping[str, Job]) -> None:
+        """Send jobs by name; ``take`` returns their parts."""
+        for name, job in jobs.items():
+            self._answers[name] = _Answer()
+            self._queue.put((job, self._answers[name]))
+
+    def take(self, name: str) -> bytes | None:
+        """Wait for a part, and return its bytes. Return None if no process has begun the part, or
+        if the process could not compile it."""
+        answer = self._answers.pop(name, None)
+        if answer is None or answer.cancel():
+            return None
+        try:
+            return answer.result(_SECONDS)
+        except TimeoutError:
+            return None
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes or ():
+            self._queue.put(None)
+            process.kill()
+            process.wait()
+        self._processes, self._queue = None, SimpleQueue()
+        self._answers.clear()
+
+    def _serve(self, process: Any) -> None:
+        """Let a process compile jobs until ``close``, or until the process ends."""
+        queue, answer = self._queue, None
+        try:
+            pickle.load(process.stdout)  # the process is ready
+            while (entry := queue.get()) is not None:
+                job, answer = entry
+                if not answer.set_running_or_notify_cancel():
+                    continue
+                pickle.dump(job, process.stdin)
+                process.stdin.flush()
+                part, reason = pickle.load(process.stdout)
+                if reason:
+                    _log.info("no process compiled %s: %s", job.name, reason)
+                answer.set_result(part)
+        except Exception as error:
+            _log.info("a process has ended: %s: %s", type(error).__name__, error)
+            if answer is not None and answer.running():
+                answer.set_result(None)
+        finally:
+            with suppress(OSError):  # a pipe of a process that has ended
+                process.stdin.close()
+            process.stdout.close()
+
+
+def _started() -> subprocess.Popen[bytes]:
+    # workers of its own would take longer to start than the few kernels of a part to compile
+    workers = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM.format(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | workers,
+    )
