@@ -1,0 +1,109 @@
+"""Parts of a step that other processes compile."""
+
+from dataclasses import replace
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.compile_cache.calls import packed, unpacked
+from dsv4_ops.integrations.transformers.compile_cache.precompiled import environment, loaded, state
+from dsv4_ops.integrations.transformers.steps import compiled, part_processes
+from dsv4_ops.integrations.transformers.steps.part_process import Job, compiled_part
+from dsv4_ops.integrations.transformers.steps.part_processes import PartProcesses, num_processes
+from dsv4_ops.lowering import workers
+from dsv4_ops.testing.models import small_mla_model
+
+CPU, SETTINGS = torch.device("cpu"), {"fullgraph": True, "dynamic": True}
+READY = "import pickle; pickle.dump('ready', sys.stdout.buffer); sys.stdout.flush(); "
+LINEAR = nn.Linear(4, 3).requires_grad_(False), (torch.zeros(7, 4),), {}
+"""A call; a process cannot import the classes of this file."""
+
+
+def job():
+    with torch.no_grad(), compiled.traces_for_all_sizes():
+        return Job(
+            name="linear", call=packed(LINEAR), described=compiled.described_call(LINEAR),
+            settings=SETTINGS, environment=environment(SETTINGS), device=CPU, state=state(CPU),
+            precision="highest",
+        )  # fmt: skip
+
+
+def test_a_call_arrives_as_it_was_sent():
+    def forward(self, x):  # a forward that a function made
+        return x * factor
+
+    linear, factor = nn.Linear(4, 3), 2.0
+    linear.register_buffer("part", linear.weight.detach()[1:2, :3])
+    linear.forward, linear.other = MethodType(forward, linear), linear.weight
+    call = linear, (torch.zeros(7, 4),), {}
+    found = unpacked(packed(call))
+    assert compiled.described_call(found) == compiled.described_call(call)
+    assert found[0].forward(3) == 6.0
+    assert found[0].other is found[0].weight
+    storages = {each.untyped_storage()._cdata for each in (found[0].part, found[0].weight)}
+    assert (len(storages), found[0].part.storage_offset()) == (1, 4)
+    with pytest.raises(Exception, match="sparse"):
+        packed(torch.zeros(2, 2).to_sparse())
+
+
+def test_a_part_is_compiled_only_if_both_processes_describe_it_alike():
+    part, x = loaded(compiled_part(job()), vars(compiled)), torch.randn(5, 4)
+    torch.testing.assert_close(part.run(LINEAR[0], (x,), {}), LINEAR[0](x))
+    for name, value in (("described", "other"), ("environment", "other"), ("state", (None,))):
+        with pytest.raises(RuntimeError, match="is not"):
+            compiled_part(replace(job(), **{name: value}))
+
+
+@pytest.mark.parametrize("program", ["1 / 0", READY, READY + "print()", "sys.stdin.read()"])
+def test_this_process_compiles_what_no_process_can(program, monkeypatch):
+    """A process ends at once, ends in its job, sends no answer but a line, or is never ready."""
+    monkeypatch.setattr(part_processes, "num_processes", lambda _: 1)
+    monkeypatch.setattr(part_processes, "_PROGRAM", f"import sys; {program} # {{}}")
+    processes = PartProcesses(CPU)
+    assert processes.start()
+    (process,) = processes._processes
+    processes.send({"linear": job()})
+    assert processes.take("linear") is processes.take("unknown") is None
+    processes.close()
+    assert process.poll() is not None
+
+
+def test_processes_compile_all_parts_but_the_first(tmp_path, monkeypatch):
+    """Another step then loads all parts, and starts no process."""
+    monkeypatch.undo()  # conftest.py replaces a function that parts depend on
+    as_here = "import tests.support.once, tests.support.quick, tests.support.unprobed; from dsv4"
+    program = part_processes._PROGRAM.replace("from dsv4", as_here, 1)
+    monkeypatch.setattr(part_processes, "_PROGRAM", program)
+    monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path))
+    monkeypatch.setattr(part_processes.Future, "cancel", lambda self: False)  # wait for imports
+    starts, start = [], part_processes._started
+    monkeypatch.setattr(part_processes, "num_processes", lambda _: 1)
+    monkeypatch.setattr(part_processes, "_started", lambda: starts.append(1) or start())
+    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
+    counters.clear()
+    for _ in range(2):
+        cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
+        rows = torch.tensor([cache.add(name, num_tokens=1) for name in "ab"]).int()
+        batch = v4.StepBatch(torch.tensor([7, 8]), *map(torch.IntTensor, ([0, 1, 2], [1, 1])), rows)
+        step = v4.compile_step(model, mode="regional", dynamic=True)
+        found = step(batch, cache)
+        torch.testing.assert_close(found, v4.decode_step(model, batch, cache))
+        assert list(step.parts) == ["metadata", "DeepseekV3MLP", "norm", "head"]
+        assert (counters["stats"]["unique_graphs"], starts) == (1, [1])
+
+
+@pytest.mark.parametrize(
+    ("cores", "free", "count"), [(16, 9, 4), (64, 9, 4), (8, 9, 2), (7, 9, 0), (16, 1, 1)]
+)
+def test_the_number_of_processes(cores, free, count, monkeypatch):
+    gpu = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(workers, "available_cores", lambda: cores)
+    monkeypatch.setattr(workers, "compile_workers", lambda: print)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free << 30, 100 << 30))
+    assert (num_processes(gpu), num_processes(CPU)) == (count, 0)
+    monkeypatch.setattr(workers, "compile_workers", lambda: None)
+    assert num_processes(gpu) == 0
