@@ -105,5 +105,7 @@ def test_the_number_of_processes(cores, free, count, monkeypatch):
     monkeypatch.setattr(workers, "compile_workers", lambda: print)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free << 30, 100 << 30))
     assert (num_processes(gpu), num_processes(CPU)) == (count, 0)
+    monkeypatch.setenv("DSV4_OPS_COMPILE_PROCESSES", "1")
+    assert num_processes(gpu) == min(count, 1)
     monkeypatch.setattr(workers, "compile_workers", lambda: None)
     assert num_processes(gpu) == 0

@@ -41,15 +41,18 @@ _Answer = Future[bytes | None]
 
 
 def num_processes(device: torch.device) -> int:
-    """Return the number of processes that the machine and the GPU have space for. Return 0 without
-    a GPU, on fewer than 8 cores, or if TORCHINDUCTOR_COMPILE_THREADS is 1."""
+    """Return the number of processes that the machine and the GPU have space for, but at most
+    DSV4_OPS_COMPILE_PROCESSES. Return 0 without a GPU, on fewer than 8 cores, or if
+    TORCHINDUCTOR_COMPILE_THREADS is 1."""
     from dsv4_ops.lowering.workers import available_cores, compile_workers
 
     if device.type != "cuda" or compile_workers() is None:
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     most = available_cores() // _CORES
-    return 0 if most < 2 else min(_MOST, most, free // _BYTES)
+    allowed = os.environ.get("DSV4_OPS_COMPILE_PROCESSES", "")
+    limit = int(allowed) if allowed.isdecimal() else _MOST
+    return 0 if most < 2 else min(limit, _MOST, most, free // _BYTES)
 
 
 class PartProcesses:
