@@ -330,14 +330,11 @@ def _entry(**changed):
     return lambda header: header[NORM].update(changed)
 
 
-def _moved(start, stop):
+def _moved(*by):
     """Return the norm's offsets, moved by these numbers of bytes."""
-
-    def change(header):
-        offsets = header[NORM]["data_offsets"]
-        header[NORM]["data_offsets"] = [offsets[0] + start, offsets[1] + stop]
-
-    return change
+    return lambda header: header[NORM].update(
+        data_offsets=list(map(sum, zip(header[NORM]["data_offsets"], by, strict=True)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -452,10 +449,9 @@ def contradictory(draw, header):
     elif change == "shape":
         one["shape"] = draw(st.permutations(one["shape"]) | st.lists(NUMBERS, max_size=3))
     else:  # DSpark's drafts have names and shapes that do not follow from a config
-        added = {"dtype": "F4", "shape": [draw(st.integers(0, 9))], "data_offsets": [0, 0]}
+        shape, size = [draw(st.integers(0, 9))], draw(st.integers(0, 5))
         stop = header[names[-1]]["data_offsets"][1]
-        size = draw(st.integers(0, 5))
-        added["data_offsets"] = [stop, stop + size]
+        added = {"dtype": "F4", "shape": shape, "data_offsets": [stop, stop + size]}
         header["mtp.0.main_proj.weight"] = added
         return header, size
     return header, 0

@@ -232,10 +232,8 @@ def test_doctor_reports_a_failed_selftest(monkeypatch):
 @pytest.mark.parametrize(
     "target",
     [
+        *(f"dsv4_ops.dispatch.probes.{name}" for name in ("probe", "no_gpu_reason", "probe_all")),
         "platform.platform",
-        "dsv4_ops.dispatch.probes.probe",
-        "dsv4_ops.dispatch.probes.no_gpu_reason",
-        "dsv4_ops.dispatch.probes.probe_all",
         "torch._library.simple_registry.find_torch_dispatch_rule",
         "dsv4_ops.core.fingerprint.source_hash",
         "dsv4_ops.cli.doctor.linked_libraries",
@@ -344,9 +342,7 @@ TESTED = "torch 2.11 to 2.15 were tested."
 @pytest.mark.parametrize(
     ("torch_version", "transformers", "said"),
     [
-        ("2.15.0+cu132", "5.24.0", ""),
-        ("2.15.0+cu132", "5.23.1", ""),
-        ("2.15.0+cu132", None, ""),
+        *(("2.15.0+cu132", version, "") for version in ("5.24.0", "5.23.1", None)),
         ("2.15.0+cu132", "5.17.0", "torch 2.15.0+cu132 with transformers 5.17.0 was not tested: "
          "torch 2.15.0+cu132 was tested with transformers 5.21, 5.23, 5.24."),
         ("2.16.0a0+git123", "5.24.0", "torch 2.16.0a0+git123 with transformers 5.24.0 was not "
@@ -397,11 +393,9 @@ def test_linked_libraries_tells_static_from_dynamic(monkeypatch, static_cxx, rea
 @pytest.mark.parametrize(
     ("capability", "kernels"),
     [
-        ((7, 5), "Triton, e4m3 codes by integers"),
-        ((8, 0), "Triton, e4m3 codes by integers"),
-        ((8, 9), "Triton"),
+        *((older, "Triton, e4m3 codes by integers") for older in ((7, 5), (8, 0))),
+        *((each, "Triton") for each in ((8, 9), (12, 0))),
         ((9, 0), "Triton and Gluon (Hopper)"),
-        ((12, 0), "Triton"),
     ],
 )
 def test_doctor_says_which_kernels_a_gpu_runs(monkeypatch, capability, kernels):

@@ -60,24 +60,16 @@ def changed(library, name, change):
 
 
 WRONG = {
-    "extension": (
-        "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert", lambda q, _: q * 1.05, "query: ",
-    ),
-    "states": (
-        "save_partial_states", lambda _, named: named["state_cache"][-1].mul_(1.5), "states: ",
-    ),
-    "compressor": (
-        "compress_norm_rope_store_triton",
-        lambda _, named: named["kv_cache"].copy_(named["kv_cache"] + 16), "compressed: codes of ",
-    ),
-    "indexer_query": (
-        "fused_indexer_q_rope_quant", lambda query, _: (query[0], query[1] * 1.3),
-        "indexer_query: codes of ",
-    ),
-    "inverse_rope": (
-        "fused_inv_rope_fp8_quant", lambda found, _: (found[0], found[1] * 2),
-        "inverse_rope_fp8: codes of ",
-    ),
+    "extension": ("fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+     lambda q, _: q * 1.05, "query: "),
+    "states": ("save_partial_states",
+     lambda _, named: named["state_cache"][-1].mul_(1.5), "states: "),
+    "compressor": ("compress_norm_rope_store_triton",
+     lambda _, named: named["kv_cache"].copy_(named["kv_cache"] + 16), "compressed: codes of "),
+    "indexer_query": ("fused_indexer_q_rope_quant",
+     lambda query, _: (query[0], query[1] * 1.3), "indexer_query: codes of "),
+    "inverse_rope": ("fused_inv_rope_fp8_quant",
+     lambda found, _: (found[0], found[1] * 2), "inverse_rope_fp8: codes of "),
 }  # fmt: skip
 
 

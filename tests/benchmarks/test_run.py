@@ -69,12 +69,11 @@ def test_bad_arguments_are_errors(arguments, capsys):
     ("arguments", "text"),
     [
         (["indexer", "--device", "cuda"], "torch sees no CUDA device"),
-        (["mla"], "mla: it times kernels, which run on CUDA only"),
-        (["linear"], "linear: it times kernels, which run on CUDA only"),
-        (["experts"], "experts: it times kernels, which run on CUDA only"),
+        *(([name], f"{name}: it times kernels, which run on CUDA only")
+          for name in ("mla", "linear", "experts")),
         (["context_parallel", "--ranks", "1"], "it takes 2 ranks or more with a GPU each, got 1"),
     ],
-)
+)  # fmt: skip
 def test_what_needs_a_gpu_says_so(arguments, text, tmp_path, capsys):
     assert main([*arguments, "--out", str(tmp_path)]) == 2
     assert text in capsys.readouterr().err

@@ -28,28 +28,17 @@ BF16, F32 = torch.bfloat16, torch.float32
 PAGES = {"block_size": 64, "compress_ratio": 1}
 # a call for N tokens, and its tensors
 CALLS = {
-    "indexer_topk": (
-        lambda logits, lens: (ops.indexer_topk(logits, lens, topk=64),),
-        lambda n: [((n, 4096), F32), ((n,), torch.int32)],
-    ),
-    "indexer_select": (
-        lambda *tensors: (ops.indexer_select(*tensors, **PAGES, topk=2048),),
-        lambda n: [
-            ((n, 64, 128), torch.float8_e4m3fn), ((n, 64), F32), ((9, 8640), torch.uint8),
-            ((n,), torch.int64), ((n,), torch.int32), ((2, 500), torch.int32),
-        ],
-    ),
-    "grouped_topk": (
-        lambda scores, bias: ops.grouped_topk(scores, bias, **ROUTER),
-        lambda n: [((n, 256), F32), ((256,), F32)],
-    ),
-    "fp8_linear": (
-        lambda *tensors: (ops.fp8_linear(*tensors, activations="bf16"),),
-        lambda n: [((n, 256), BF16), ((256, 256), torch.float8_e4m3fn), ((2, 2), F32)],
-    ),
-    "insert_k_cache": (
-        insert, lambda n: [((n, 512), BF16), ((16, 64, 512), BF16), ((n,), torch.int64)],
-    ),
+    "indexer_topk": (lambda logits, lens: (ops.indexer_topk(logits, lens, topk=64),),
+     lambda n: [((n, 4096), F32), ((n,), torch.int32)]),
+    "indexer_select": (lambda *tensors: (ops.indexer_select(*tensors, **PAGES, topk=2048),),
+     lambda n: [((n, 64, 128), torch.float8_e4m3fn), ((n, 64), F32), ((9, 8640), torch.uint8),
+     ((n,), torch.int64), ((n,), torch.int32), ((2, 500), torch.int32)]),
+    "grouped_topk": (lambda scores, bias: ops.grouped_topk(scores, bias, **ROUTER),
+     lambda n: [((n, 256), F32), ((256,), F32)]),
+    "fp8_linear": (lambda *tensors: (ops.fp8_linear(*tensors, activations="bf16"),),
+     lambda n: [((n, 256), BF16), ((256, 256), torch.float8_e4m3fn), ((2, 2), F32)]),
+    "insert_k_cache": (insert,
+     lambda n: [((n, 512), BF16), ((16, 64, 512), BF16), ((n,), torch.int64)]),
 }  # fmt: skip
 
 

@@ -191,26 +191,16 @@ def graphs(**changed):
 def fake_demo(**changed):
     """Return a demo in which all went well, with ``changed`` figures of our side."""
     stock_figures = table.Figures(
-        tokens=TOKENS,
-        eager_speed=12.34,
-        compiled_speed=Unmeasured("a reason"),
-        graphs=graphs(graphs=16, recompiles=15, fails_at=9),
-        host_syncs=Unmeasured("needs a GPU"),
-        cuda_graph=Captured([[1, 2, 2], [4, 5, 5]]),
-        static_generate=Failed("KeyError: 'x'"),
+        tokens=TOKENS, eager_speed=12.34, compiled_speed=Unmeasured("a reason"),
+        graphs=graphs(graphs=16, recompiles=15, fails_at=9), host_syncs=Unmeasured("needs a GPU"),
+        cuda_graph=Captured([[1, 2, 2], [4, 5, 5]]), static_generate=Failed("KeyError: 'x'"),
         package=Failed("ValueError: Unsupported input type"),
-    )
+    )  # fmt: skip
     good = table.Figures(
-        tokens=TOKENS,
-        eager_speed=7.0,
-        compiled_speed=463.2,
-        graphs=graphs(backend="inductor"),
-        host_syncs=0.0,
-        cuda_graph=Captured(TOKENS),
-        static_generate=[[1, 2], [4, 5]],
-        package=ours.Package(3.25, 100.4, TOKENS, []),
-        compiled_by="torch.compile",
-    )
+        tokens=TOKENS, eager_speed=7.0, compiled_speed=463.2, graphs=graphs(backend="inductor"),
+        host_syncs=0.0, cuda_graph=Captured(TOKENS), static_generate=[[1, 2], [4, 5]],
+        package=ours.Package(3.25, 100.4, TOKENS, []), compiled_by="torch.compile",
+    )  # fmt: skip
     setting = table.Setting("CPU", 2, "2.13", "5.23", "0.1", 2, "The Zen", 100, 2, 2, 3)
     return table.Demo(setting, stock_figures, replace(good, **changed), 1.2e-5, 3.0)
 

@@ -28,10 +28,8 @@ WRITTEN = {  # kernels that are not named here write to out
         ("find_spans", "ends counts compressed"),
         ("finish_heads combine_listed combine_splits mla_prefill prefill_keys", "out lse"),
         ("gather_indexer", "out scales_out"),
-        (
-            "insert_c4_step",
-            "q_out codes weights_out swa_cache states k_cache indexer_states indexer_cache",
-        ),
+        ("insert_c4_step", "q_out codes weights_out swa_cache states k_cache indexer_states "
+         "indexer_cache"),
         ("list_rows", "out lens_out sink_out"),
         ("list_slots", "swa_out swa_lens_out extra_out extra_lens_out sink_out"),
         ("merge_groups", "keys indices"),
@@ -57,7 +55,7 @@ WRITTEN = {  # kernels that are not named here write to out
         ("stream_products", "written partial"),
     )
     for name in names.split()
-}
+}  # fmt: skip
 
 
 def taken_for_written(launch):

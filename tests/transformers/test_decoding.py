@@ -20,8 +20,6 @@ from tests.support.ranks import run_ranks
 
 PROMPT = torch.tensor([[3, 5, 7, 11, 13, 17, 19], [2, 4, 6, 8, 10, 12, 14]])
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
-
-
 FAMILIES = ["v3", *nightly("the loop knows no family", "v4")]
 
 
@@ -160,8 +158,7 @@ def test_streamers_get_every_token(model, calls):
         settings = {"max_new_tokens": 12, "eos_token_id": eos, "streamer": streams[-1]}
         generate(model, PROMPT[:1], stock=stock, **settings)
     assert streams[0].puts == streams[1].puts
-    assert streams[0].ended
-    assert streams[1].ended
+    assert all(stream.ended for stream in streams)
 
 
 @pytest.mark.parametrize(

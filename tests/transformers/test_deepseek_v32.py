@@ -189,25 +189,17 @@ def test_prompts_expand_where_our_kernel_takes_the_keys(family, sizes, monkeypat
 
 
 def sampled(rng, family):
-    heads = rng.choice([1, 2, 4])
-    groups = rng.choice([1, 2])
-    layers = rng.choice([1, 2, 4])
-    changed = {
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": rng.choice([32, 96]),
-        "kv_lora_rank": rng.choice([16, 48, 512]),
-        "qk_nope_head_dim": rng.choice([8, 32, 192]),
-        "qk_rope_head_dim": rng.choice([4, 16, 64]),
-        "v_head_dim": rng.choice([8, 40, 256]),
-        "n_group": groups,
-        "topk_group": groups,
-        "first_k_dense_replace": rng.choice([0, 1, 3]),
-        "rope_parameters": dict(
-            rng.choice([{"rope_type": "default", "rope_theta": 1e4}, {**MLA_YARN, "factor": 4.0}])
-        ),
-    }
+    heads, groups, layers = map(rng.choice, ([1, 2, 4], [1, 2], [1, 2, 4]))
+    values = {
+        "q_lora_rank": [32, 96], "kv_lora_rank": [16, 48, 512], "qk_nope_head_dim": [8, 32, 192],
+        "qk_rope_head_dim": [4, 16, 64], "v_head_dim": [8, 40, 256],
+        "first_k_dense_replace": [0, 1, 3],
+        "rope_parameters": [{"rope_type": "default", "rope_theta": 1e4},
+         {**MLA_YARN, "factor": 4.0}],
+    }  # fmt: skip
+    changed = {name: rng.choice(allowed) for name, allowed in values.items()}
+    changed |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), heads)
+    changed |= {"num_hidden_layers": layers, "n_group": groups, "topk_group": groups}
     if family in ("V2", "V3"):
         changed["q_lora_rank"] = rng.choice([None, 32])
     else:

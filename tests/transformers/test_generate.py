@@ -47,16 +47,13 @@ def test_tensors_are_made_on_the_device_of_the_model(make):
         assert torch.equal(generate(model, tokens), want)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"cache_implementation": "static"}, {"cache_implementation": "dynamic"}],
-    ids=str,
-)
-def test_greedy_tokens(settings):
+@pytest.mark.parametrize("kind", [None, "static", "dynamic"])
+def test_greedy_tokens(kind):
+    settings = {"cache_implementation": kind} if kind else {}
     out = generate(reference(), return_dict_in_generate=True, **settings)
     assert torch.equal(out.sequences, wanted())
     cache = getattr(out, cache_argument())
-    if settings.get("cache_implementation") == "dynamic":
+    if kind == "dynamic":
         assert type(cache) is transformers.DynamicCache
     else:
         assert isinstance(cache, v4.PagedCache)
@@ -143,18 +140,15 @@ NO_ROOM = f"cache must store the {PROMPT} tokens of the prompt, got max_cache_le
 REFUSED = {
     "no room": (lambda: cache_of(max_cache_len=PROMPT - 1), {}, NO_ROOM),
     "too many new": (short, {}, f"max_new_tokens must be at most {NEW - 1} here: {ALL}, got {NEW}"),
-    "too long": (
-        short,
-        {"max_new_tokens": None, "max_length": PROMPT + NEW},
-        f"max_length must be at most {PROMPT + NEW - 1} here: {ALL}, got {PROMPT + NEW}",
-    ),
+    "too long": (short, {"max_new_tokens": None, "max_length": PROMPT + NEW},
+     f"max_length must be at most {PROMPT + NEW - 1} here: {ALL}, got {PROMPT + NEW}"),
     "too wide": (lambda: cache_of(max_batch_size=1), {}, MOST.format(1, 2)),
     "too many samples": (cache_of, TWO, MOST.format(2, 4)),
     "no blocks for all": (lambda: cache_of(**FEW), {"max_new_tokens": 400}, NO_BLOCKS),
     "no blocks for more": (lambda: added("a", "b", **FEW), {"max_new_tokens": 400}, NO_BLOCKS),
     "a row of nobody": (lambda: added("a", num_blocks=3), {}, "cache must have a request in each"),
     "beams": (cache_of, {"num_beams": 2}, BEAMS),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

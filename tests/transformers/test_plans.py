@@ -52,9 +52,7 @@ def test_calls_of_hugging_faces_form_plan_their_decodes():
 @pytest.mark.parametrize(
     ("changed", "settings"),
     [
-        ({}, {"plan": False}),
-        ({}, {"batch_invariant": True}),
-        ({}, {"impl": "reference"}),
+        *(({}, {"plan": False}), ({}, {"batch_invariant": True}), ({}, {"impl": "reference"})),
         ({"layer_types": [LAYER_TYPES[0], LAYER_TYPES[1]]}, {}),
     ],
     ids=["asked for none", "batch invariant", "reference", "no C128 layer"],

@@ -249,11 +249,8 @@ QUANTIZATION = ("quant_method", "weight_block_size", "activation_scheme", "scale
         ("kv_lora_rank", None, "config must have kv_lora_rank, got 1 missing. "),
         ("kv_lora_rank", "512", "config.kv_lora_rank must be an integer of at least 1, got '512'."),
         ("n_routed_experts", 0, "config.n_routed_experts must be an integer of at least 1, got 0."),
-        (
-            "n_routed_experts",
-            10**12,
-            "model.layers.1.mlp.gate.weight must be BF16 or F16 or F32 [1000000000000, 256], got",
-        ),
+        ("n_routed_experts", 10**12,
+         "model.layers.1.mlp.gate.weight must be BF16 or F16 or F32 [1000000000000, 256], got"),
         ("num_hidden_layers", 10**12, ("path must hold model.layers.2.input_", "each of 1000000")),
         ("v_head_dim", 64, f"{ATTENTION}.kv_b_proj.weight must be F8_E4M3 [384, 512], got "),
         ("attention_bias", True, "config.attention_bias must be false, got True. "),
@@ -264,7 +261,7 @@ QUANTIZATION = ("quant_method", "weight_block_size", "activation_scheme", "scale
         ("activation_scheme", "static", "activation_scheme must be 'dynamic', got 'static'. "),
         ("scale_fmt", "bytes", "scale_fmt must be one of float, ue8m0, got 'bytes'. "),
     ],
-)
+)  # fmt: skip
 def test_a_config_of_another_model_is_refused(copied, name, value, message, monkeypatch, capsys):
     _, config, write = copied
     quantization = config["quantization_config"]

@@ -128,45 +128,26 @@ def pooled(**sizes):
 
 
 BATCHES = {
-    "past max_cache_len": (
-        ([1, 2], [0, 1, 2], [10, 271], [0, 1]), 1,
-        "batch.seq_lens must be at most max_cache_len of the cache = 270, got 271 of request 1. ",
-    ),
-    "a block that is not reserved": (
-        ([1, 2, 3, 4], [0, 1, 4], [10, 258], [0, 1]), 2,
-        "batch.seq_lens must have blocks for all tokens of row 1, got 258 of request 1. Call res",
-    ),
-    "two requests on one row": (
-        ([1, 2, 3, 4], [0, 1, 3, 4], [10, 11, 12], [0, 2, 2]), 1,
-        "batch.rows must have a row of its own for every request, got row 2 for requests 1 and 2.",
-    ),
-    "a row past the cache": (
-        ([1, 2, 3], [0, 1, 3], [10, 11], [0, 3]), 2,
-        "batch.rows must be below max_batch_size of the cache = 3, got row 3 for request 1. Pass",
-    ),
-    "starts that end behind the tokens": (
-        ([1, 2], [0, 1, 5], [10, 11], [0, 1]), 3,
-        "batch.query_start_loc must end at the 2 of batch.tokens, or before its padding, got 5. ",
-    ),
-    "starts that decrease": (
-        ([1, 2, 3, 4], [0, 4, 3], [10, 11], [0, 1]), 1,
-        "batch.query_start_loc must not decrease, got 3 after 4. Pass the first token of every",
-    ),
-    "starts that do not begin at 0": (
-        ([1, 2], [1, 1, 2], [10, 11], [0, 1]), 0, "batch.query_start_loc must begin with 0, got 1.",
-    ),
-    "lengths without the step": (
-        ([1, 2, 3], [0, 1, 3], [10, 1], [0, 1]), 1,
-        "batch.seq_lens must count the 2 tokens that request 1 has in the step, got 1. Pass the",
-    ),
-    "a gap": (
-        ([1, 2, 3], [0, 1, 3], [10, 23], [0, 2]), 2,
-        "batch.seq_lens must let every request begin at most where its row ends, got request 1 ",
-    ),
-    "an id outside the vocabulary": (
-        ([1, 260], [0, 1, 2], [10, 11], [0, 1]), 1,
-        "batch.tokens must be in 0..259, the vocabulary of the model, got 260. Pass ids of the",
-    ),
+    "past max_cache_len": (([1, 2], [0, 1, 2], [10, 271], [0, 1]), 1,
+     "batch.seq_lens must be at most max_cache_len of the cache = 270, got 271 of request 1. "),
+    "a block that is not reserved": (([1, 2, 3, 4], [0, 1, 4], [10, 258], [0, 1]), 2,
+     "batch.seq_lens must have blocks for all tokens of row 1, got 258 of request 1. Call res"),
+    "two requests on one row": (([1, 2, 3, 4], [0, 1, 3, 4], [10, 11, 12], [0, 2, 2]), 1,
+     "batch.rows must have a row of its own for every request, got row 2 for requests 1 and 2."),
+    "a row past the cache": (([1, 2, 3], [0, 1, 3], [10, 11], [0, 3]), 2,
+     "batch.rows must be below max_batch_size of the cache = 3, got row 3 for request 1. Pass"),
+    "starts that end behind the tokens": (([1, 2], [0, 1, 5], [10, 11], [0, 1]), 3,
+     "batch.query_start_loc must end at the 2 of batch.tokens, or before its padding, got 5. "),
+    "starts that decrease": (([1, 2, 3, 4], [0, 4, 3], [10, 11], [0, 1]), 1,
+     "batch.query_start_loc must not decrease, got 3 after 4. Pass the first token of every"),
+    "starts that do not begin at 0": (([1, 2], [1, 1, 2], [10, 11], [0, 1]), 0,
+     "batch.query_start_loc must begin with 0, got 1."),
+    "lengths without the step": (([1, 2, 3], [0, 1, 3], [10, 1], [0, 1]), 1,
+     "batch.seq_lens must count the 2 tokens that request 1 has in the step, got 1. Pass the"),
+    "a gap": (([1, 2, 3], [0, 1, 3], [10, 23], [0, 2]), 2,
+     "batch.seq_lens must let every request begin at most where its row ends, got request 1 "),
+    "an id outside the vocabulary": (([1, 260], [0, 1, 2], [10, 11], [0, 1]), 1,
+     "batch.tokens must be in 0..259, the vocabulary of the model, got 260. Pass ids of the"),
 }  # fmt: skip
 
 

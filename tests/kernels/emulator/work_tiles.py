@@ -20,22 +20,12 @@ def written_schedule_kernel(
     found, combines, swa, extra, requests, swa_width, extra_width, num_reqs, num_tokens, at_once,
     TOKENS: gl.constexpr,
 ):  # fmt: skip
-    token, split, count, first = schedule_by_lengths(
-        Grid(gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0),
-        Batch(
-            PerToken(swa, 1),
-            PerToken(extra, 1),
-            PerToken(requests, 1),
-            swa_width,
-            extra_width,
-            num_reqs,
-            num_tokens,
-        ),
-        at_once,
-        combines,
-        TOKENS,
-        KEYS,
-    )
+    grid = Grid(gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0)
+    batch = Batch(
+        PerToken(swa, 1), PerToken(extra, 1), PerToken(requests, 1), swa_width, extra_width,
+        num_reqs, num_tokens,
+    )  # fmt: skip
+    token, split, count, first = schedule_by_lengths(grid, batch, at_once, combines, TOKENS, KEYS)
     row = found + gl.program_id(0) * 4
     gl.store(row, token.to(gl.int32))
     gl.store(row + 1, split)

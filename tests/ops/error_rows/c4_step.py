@@ -59,11 +59,8 @@ TABLE: dict[str, list[Entry]] = {
     "insert_c4_step": [
         *cache_rows(MainLayout, IndexerLayout),
         *cache_rows(MainLayout, IndexerLayout, *WINDOW),
-        *(
-            row
-            for row in cache_rows(IndexerLayout, MainLayout, *INDEXER)
-            if "block_size" not in row.spoiled  # the op checks the other cache first
-        ),
+        *(row for row in cache_rows(IndexerLayout, MainLayout, *INDEXER)
+          if "block_size" not in row.spoiled),  # the op checks the other cache first
         *states_rows(4, 2048, "state_block_size"),
         *states_rows(4, 512, "state_block_size", "indexer_"),
         *float_rows("eps", 0),

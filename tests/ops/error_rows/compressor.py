@@ -20,24 +20,13 @@ def states(block_size: int, width: int) -> Valid:
 
 
 OWN |= {
-    SAVE: {
-        "kv_score": Valid(torch.ones(5, 12), "[num_tokens, 12]"),
-        "ape": Valid(torch.ones(4, 6), "[4, width]"),
-        "states": states(64, 12),
-    },
-    **{
-        op: {
-            "kv_score": Valid(torch.ones(5, 2048), "[num_tokens, 2048]"),
-            "ape": Valid(torch.ones(4, 1024), "[4, 1024]"),
-            "states": states(4, 2048),
-            "state_block_table": Valid(i32([[0, 3], [2, 1], [1, -1]]),
-             "[num_reqs, max_state_blocks]"),
-            "norm_weight": Valid(torch.ones(512), "[512]"),
-            "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]"),
-            "k_cache": MAIN,
-        }
-        for op in BOTH
-    },
+    SAVE: {"kv_score": Valid(torch.ones(5, 12), "[num_tokens, 12]"),
+     "ape": Valid(torch.ones(4, 6), "[4, width]"), "states": states(64, 12)},
+    **{op: {"kv_score": Valid(torch.ones(5, 2048), "[num_tokens, 2048]"),
+     "ape": Valid(torch.ones(4, 1024), "[4, 1024]"), "states": states(4, 2048),
+     "state_block_table": Valid(i32([[0, 3], [2, 1], [1, -1]]), "[num_reqs, max_state_blocks]"),
+     "norm_weight": Valid(torch.ones(512), "[512]"), "k_cache": MAIN,
+     "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]")} for op in BOTH},
 }  # fmt: skip
 OWN[STEP]["state_slot_mapping"] = Valid(i64([12, 13, 8, 9, 4]), "[num_tokens]")
 NUMBERS |= {"eps": 1e-6, "overlap": True, "state_block_size": 4}
@@ -66,15 +55,10 @@ def states_rows(block_size: int, width: int, size: str, prefix: str = "") -> Ite
 
 
 def plain_compress_rows() -> Iterator[says.Entry]:
-    yield says.wrong(
-        "norm_weight",
-        "have an even size where rows are rotated",
-        3,
-        "Pass a cos_sin_cache without columns, or rows of whole pairs",
-        k_cache=torch.zeros(4, 64, 3),
-        norm_weight=torch.ones(3),
-        cos_sin_cache=torch.ones(9, 2),
-    )
+    must = "have an even size where rows are rotated"
+    do = "Pass a cos_sin_cache without columns, or rows of whole pairs"
+    odd = {"k_cache": torch.zeros(4, 64, 3), "norm_weight": torch.ones(3)}
+    yield says.wrong("norm_weight", must, 3, do, **odd, cos_sin_cache=torch.ones(9, 2))
     yield says.dtype("k_cache", cache.PLAIN_DTYPES, MAIN.value, cache.ALLOCATE_PLAIN, "plain")
     narrow, norm = PlainLayout(64, 128).allocate(4), torch.ones(512)
     yield says.exactly("norm_weight", "[128]", norm, 0, k_cache=narrow)

@@ -16,65 +16,43 @@ from tests.ops.error_rows.valid import COUNTS, NUMBERS, ORDER, OWN, Valid
 GATHERS = ("mla_gather_kv", "mla_gather_codes")
 HALVES = "torch.bfloat16 or torch.float16 or torch.float32"
 LAYOUT = MlaFp8Layout(64, 32)
-CACHE = Valid(
-    LAYOUT.allocate(4),
-    "[num_blocks, block_size, row_bytes]",
-    "torch.uint8",
-    "mla_fp8",
-    "Allocate it with MlaFp8Layout(block_size).allocate(num_blocks)",
-)
+ALLOCATE = "Allocate it with MlaFp8Layout(block_size).allocate(num_blocks)"
+ROWS = "[num_blocks, block_size, row_bytes]"
+CACHE = Valid(LAYOUT.allocate(4), ROWS, "torch.uint8", "mla_fp8", ALLOCATE)
 SCALE = Valid(torch.ones(1), "[1]")
 CODED = {"kv_cache": CACHE, "layout": Valid("mla_fp8", ""), "scale": SCALE}
 PLAN = Valid(i32([[token, 0, 1, 0] for token in range(6)]), "[num_tiles, 4]")
 WEIGHT = torch.ones(192, 4).to(torch.float8_e4m3fn)
 OWN |= {
-    "mla_insert_kv": {
-        **CODED,
-        "kv_c": Valid(bf16(5, 24), "[num_rows, kv_lora_rank]", HALVES),
-        "k_pe": Valid(bf16(5, 8), "[num_rows, rope_dim]"),
-    },
+    "mla_insert_kv": {**CODED, "kv_c": Valid(bf16(5, 24), "[num_rows, kv_lora_rank]", HALVES),
+     "k_pe": Valid(bf16(5, 8), "[num_rows, rope_dim]")},
     **{op: {**CODED, "slot_mapping": Valid(i64([0, 1, -1]), "[num_rows]")} for op in GATHERS},
-    "mla_dequantize_rows": {
-        **CODED,
-        "codes": Valid(torch.zeros(5, 32, dtype=torch.uint8), "[num_rows, row_bytes]"),
-    },
+    "mla_dequantize_rows": {**CODED,
+     "codes": Valid(torch.zeros(5, 32, dtype=torch.uint8), "[num_rows, row_bytes]")},
     "mla_absorb_q": {
-        "q_nope": Valid(bf16(5, 2, 16), "[num_tokens, num_heads, qk_nope_head_dim]", HALVES),
-        "q_pe": Valid(bf16(5, 2, 8), "[num_tokens, num_heads, rope_dim]"),
-        "w_uk_t": Valid(bf16(2, 16, 24), "[num_heads, qk_nope_head_dim, kv_lora_rank]"),
-        "q_scale": SCALE,
-    },
-    "mla_v_up": {
-        "x": Valid(bf16(5, 2, 24), "[num_tokens, num_heads, kv_lora_rank]", HALVES),
-        "w_uv": Valid(bf16(2, 24, 16), "[num_heads, kv_lora_rank, v_head_dim]"),
-    },
-    "mla_expand_kv": {
-        "kv_c": Valid(bf16(5, 24), "[num_rows, kv_lora_rank]", HALVES),
-        "w_kv_b": Valid(bf16(2, 16, 24), "[num_heads, width, kv_lora_rank]"),
-        "num_valid": Valid(i32([3]), "[1]"),
-    },
+     "q_nope": Valid(bf16(5, 2, 16), "[num_tokens, num_heads, qk_nope_head_dim]", HALVES),
+     "q_pe": Valid(bf16(5, 2, 8), "[num_tokens, num_heads, rope_dim]"),
+     "w_uk_t": Valid(bf16(2, 16, 24), "[num_heads, qk_nope_head_dim, kv_lora_rank]"),
+     "q_scale": SCALE},
+    "mla_v_up": {"x": Valid(bf16(5, 2, 24), "[num_tokens, num_heads, kv_lora_rank]", HALVES),
+     "w_uv": Valid(bf16(2, 24, 16), "[num_heads, kv_lora_rank, v_head_dim]")},
+    "mla_expand_kv": {"kv_c": Valid(bf16(5, 24), "[num_rows, kv_lora_rank]", HALVES),
+     "w_kv_b": Valid(bf16(2, 16, 24), "[num_heads, width, kv_lora_rank]"),
+     "num_valid": Valid(i32([3]), "[1]")},
     "quantize_per_tensor": {"x": Valid(bf16(5, 3), "[num_tokens, size]", HALVES, any_rank=True)},
-    "mla_decode": {
-        **CODED,
-        "q": Valid(bf16(5, 4, 32).to(torch.float8_e4m3fn), "[num_tokens, num_heads, width]",
-         f"{HALVES} or torch.float8_e4m3fn", advice="Pass the result of mla_absorb_q"),
-        "seq_lens": Valid(i32([9, 7, 4, 0, 1]), "[num_tokens]"),
-        "plan": PLAN,
-        "q_scale": SCALE,
-        "kv_scale": SCALE,
-    },
-    "mla_sparse": {
-        "q": Valid(bf16(5, 4, 32), "[num_tokens, num_heads, width]", HALVES,
-         advice="Pass the result of mla_absorb_q"),
-        "kv_cache": Valid(PlainLayout(64, 32).allocate(4), "[num_blocks, block_size, width]",
-         HALVES, "plain", "Allocate it with PlainLayout(block_size).allocate(num_blocks)"),
-        "indices": Valid(i32([[0, -1]] * 5), "[num_tokens, topk]"),
-        "lens": Valid(i32([2, 1, 0, 2, 1]), "[num_tokens]"),
-    },
-    "split_kv_b_proj": {
-        "weight": Valid(WEIGHT, "[192, kv_lora_rank]"),
-        "scale": Valid(torch.ones(2, 1), "[2, 1]"),
-    },
+    "mla_decode": {**CODED,
+     "q": Valid(bf16(5, 4, 32).to(torch.float8_e4m3fn), "[num_tokens, num_heads, width]",
+     f"{HALVES} or torch.float8_e4m3fn", advice="Pass the result of mla_absorb_q"),
+     "seq_lens": Valid(i32([9, 7, 4, 0, 1]), "[num_tokens]"), "plan": PLAN, "q_scale": SCALE,
+     "kv_scale": SCALE},
+    "mla_sparse": {"q": Valid(bf16(5, 4, 32), "[num_tokens, num_heads, width]", HALVES,
+     advice="Pass the result of mla_absorb_q"),
+     "kv_cache": Valid(PlainLayout(64, 32).allocate(4), "[num_blocks, block_size, width]",
+     HALVES, "plain", "Allocate it with PlainLayout(block_size).allocate(num_blocks)"),
+     "indices": Valid(i32([[0, -1]] * 5), "[num_tokens, topk]"),
+     "lens": Valid(i32([2, 1, 0, 2, 1]), "[num_tokens]")},
+    "split_kv_b_proj": {"weight": Valid(WEIGHT, "[192, kv_lora_rank]"),
+     "scale": Valid(torch.ones(2, 1), "[2, 1]")},
 }  # fmt: skip
 NUMBERS |= {"kv_lora_rank": 24, "qk_nope_head_dim": 2, "v_head_dim": 1}
 COUNTS |= {

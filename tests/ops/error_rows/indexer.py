@@ -23,20 +23,16 @@ IN_ROWS = {
 }
 SCHEDULE = Valid(i32([[0, 0], [2, 1], [5, 0]]), "[num_sms + 1, 2]")
 OWN |= {
-    "indexer_quantize_q": {
-        **ANGLES,
-        "q": Valid(torch.ones(5, 2, 128, dtype=torch.bfloat16), "[num_tokens, num_heads, 128]"),
-        "weights": Valid(torch.ones(5, 2, dtype=torch.bfloat16), "[num_tokens, num_heads]",
-         "torch.bfloat16 or torch.float32"),
-    },
+    "indexer_quantize_q": {**ANGLES,
+     "q": Valid(torch.ones(5, 2, 128, dtype=torch.bfloat16), "[num_tokens, num_heads, 128]"),
+     "weights": Valid(torch.ones(5, 2, dtype=torch.bfloat16), "[num_tokens, num_heads]",
+     "torch.bfloat16 or torch.float32")},
     "indexer_logits": {**QUERY, "k_cache": INDEXER, "lens": IN_ROWS["lens"], "schedule": SCHEDULE},
-    "indexer_logits_ragged": {
-        **QUERY,
-        "k": Valid(torch.ones(4, 128, dtype=torch.uint8), "[num_k, 128]"),
-        "scales": Valid(torch.ones(4), "[num_k]"),
-        "row_start": Valid(i32([0, 0, 1, 2, 3]), "[num_tokens]"),
-        "row_stop": Valid(i32([1, 1, 2, 3, 4]), "[num_tokens]"),
-    },
+    "indexer_logits_ragged": {**QUERY,
+     "k": Valid(torch.ones(4, 128, dtype=torch.uint8), "[num_k, 128]"),
+     "scales": Valid(torch.ones(4), "[num_k]"),
+     "row_start": Valid(i32([0, 0, 1, 2, 3]), "[num_tokens]"),
+     "row_stop": Valid(i32([1, 1, 2, 3, 4]), "[num_tokens]")},
     "indexer_topk": {"logits": Valid(torch.ones(5, 4), "[num_tokens, num_rows]"), "lens": LENS},
     "indexer_select": {**QUERY, "k_cache": INDEXER, "positions": IN_ROWS["positions"],
      "schedule": SCHEDULE},
@@ -85,15 +81,10 @@ def in_rows(name: str) -> Iterator[says.Entry]:
     yield says.of_shape(name, must, six, "Pass one per token")
     one = {"block_table": table, name: value[None]}
     yield says.agree("block_table", "[num_reqs, max_blocks]", "num_reqs", 1, name, table, **one)
-    yield says.wrong(
-        "schedule",
-        f"be None with {name} [num_reqs, next_n]",
-        *("a tensor", "It is of tokens: flatten both"),
-        q=Q[[0, 1, 2, 3, 4, 4]],
-        weights=torch.ones(6, 2),
-        req_indices=i32([0, 0, 1, 1, 2, 2]),
-        **{name: six},
-    )
+    given = {"q": Q[[0, 1, 2, 3, 4, 4]], "weights": torch.ones(6, 2), name: six}
+    given["req_indices"] = i32([0, 0, 1, 1, 2, 2])
+    must, do = f"be None with {name} [num_reqs, next_n]", "It is of tokens: flatten both"
+    yield says.wrong("schedule", must, "a tensor", do, **given)
 
 
 PAGED = [
