@@ -1,7 +1,8 @@
 """Parts of a step that other processes compile."""
 
 from dataclasses import replace
-from types import MethodType, SimpleNamespace
+from pickle import PicklingError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,14 +10,20 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.compile_cache.calls import packed, unpacked
+from dsv4_ops.integrations.transformers.compile_cache.calls import (
+    has_replaced_functions,
+    packed,
+    unpacked,
+)
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import environment, loaded, state
 from dsv4_ops.integrations.transformers.steps import compiled, part_processes
 from dsv4_ops.integrations.transformers.steps.part_process import Job, compiled_part
 from dsv4_ops.integrations.transformers.steps.part_processes import PartProcesses, num_processes
 from dsv4_ops.lowering import workers
+from dsv4_ops.testing.mla_checkpoint import write_mla_checkpoint
 from dsv4_ops.testing.models import small_mla_model
 
+SCALE = 2.0
 CPU, SETTINGS = torch.device("cpu"), {"fullgraph": True, "dynamic": True}
 READY = "import pickle; pickle.dump('ready', sys.stdout.buffer); sys.stdout.flush(); "
 LINEAR = nn.Linear(4, 3).requires_grad_(False), (torch.zeros(7, 4),), {}
@@ -32,22 +39,36 @@ def job():
         )  # fmt: skip
 
 
-def test_a_call_arrives_as_it_was_sent():
-    def forward(self, x):  # a forward that a function made
-        return x * factor
+def test_calls_arrive_as_they_were_sent(tmp_path):
+    """This holds for all parts of a patched FP8 V3, whose buffers share memory with its weights."""
+    model = v4.patch(v4.load_quantized(write_mla_checkpoint(tmp_path / "v3", "v3")))
+    cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=64)
+    step = v4.compile_step(model, mode="regional", dynamic=True)
+    step._follow()
+    calls = step._dry_runs.calls(step.model, cache.tensors, 1, 1, {})
+    assert len(calls) == 5
+    for call in calls.values():
+        assert compiled.described_call(unpacked(packed(call))) == compiled.described_call(call)
 
-    linear, factor = nn.Linear(4, 3), 2.0
-    linear.register_buffer("part", linear.weight.detach()[1:2, :3])
-    linear.forward, linear.other = MethodType(forward, linear), linear.weight
-    call = linear, (torch.zeros(7, 4),), {}
-    found = unpacked(packed(call))
-    assert compiled.described_call(found) == compiled.described_call(call)
-    assert found[0].forward(3) == 6.0
-    assert found[0].other is found[0].weight
-    storages = {each.untyped_storage()._cdata for each in (found[0].part, found[0].weight)}
-    assert (len(storages), found[0].part.storage_offset()) == (1, 4)
-    with pytest.raises(Exception, match="sparse"):
-        packed(torch.zeros(2, 2).to_sparse())
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * SCALE
+
+
+def test_a_call_that_reads_variables_of_other_packages_is_not_sent(monkeypatch):
+    linear, x = nn.Linear(4, 3), torch.zeros(7, 4)
+    linear.weight.scale = 2.0
+    assert unpacked(packed(linear)).weight.scale == 2.0
+    for value in (Scaled(4, 3), lambda x: x, torch.zeros(2, 2).to_sparse()):
+        with pytest.raises(PicklingError):
+            packed((linear, (x, value), {}))
+    monkeypatch.setattr(nn.Linear, "forward", Scaled.forward)
+    with pytest.raises(PicklingError, match="forward of another package"):
+        packed(linear)
+    assert not has_replaced_functions()
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x: x)
+    assert has_replaced_functions()
 
 
 def test_a_part_is_compiled_only_if_both_processes_describe_it_alike():

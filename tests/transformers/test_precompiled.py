@@ -60,6 +60,21 @@ def changed(change):
     return block
 
 
+def test_a_forward_of_a_class_is_left_out_only_if_patch_replaced_it(monkeypatch):
+    """transformers decorates the class of FP8 experts again for each layer that it makes."""
+    replaced, own, plain = (Block() for _ in range(3))
+    for block in (replaced, own):
+        block.forward = changed
+    vars(replaced)[REPLACED] = None
+    cases = ([replaced], [own], [plain], [replaced, plain])
+    before = [described(case) for case in cases]
+    monkeypatch.setattr(Block, "forward", lambda self, x: x, raising=False)
+    monkeypatch.setattr(Block, "__init__", nn.Module.__init__)
+    monkeypatch.setattr(Block, "_can_set_experts_implementation_cached_value", True, raising=False)
+    same = [described(case) == text for case, text in zip(cases, before, strict=True)]
+    assert same == [True, False, False, False]
+
+
 def test_copies_of_an_object_change_nothing_that_is_described():
     """At its first use, ``copy``, ``pickle`` or a compile writes a name into the object's class."""
     module = ModuleType("held")

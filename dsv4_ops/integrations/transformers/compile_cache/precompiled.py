@@ -78,7 +78,12 @@ from dsv4_ops.core.torch_compat import (
 )
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.integrations.transformers.compile_cache import kernel_files
-from dsv4_ops.integrations.transformers.modules.replacement import SOURCE, is_split, local
+from dsv4_ops.integrations.transformers.modules.replacement import (
+    REPLACED,
+    SOURCE,
+    is_split,
+    local,
+)
 from dsv4_ops.integrations.transformers.modules.split import FORWARD_OF_PLAN
 
 _log = logging.getLogger(__name__)
@@ -208,6 +213,7 @@ class _Walk:
         self._watch, self._is_deep = watch, is_deep
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []
+        self._kinds: set[tuple[type, tuple[str, ...]]] = set()
         self._storages: dict[int, tuple[int, int]] = {}
 
     def add(self, value: Any) -> None:
@@ -300,8 +306,10 @@ class _Walk:
                 self.add(attribute)
         for name in slots:
             self._add_attribute(value, name)
-        # transformers decorates a forward in the class of FP8 experts again for each layer
-        hidden = ("forward",) if isinstance(value, nn.Module) and "forward" in attributes else ()
+        # a forward of ``patch`` does not call the class's forward, which transformers decorates
+        # again for each layer of FP8 experts
+        is_replaced = "forward" in attributes and attributes.get(REPLACED, self) is None
+        hidden = ("forward",) if is_replaced else ()
         for kind in type(value).__mro__:
             self._add_class(kind, hidden)
 
@@ -314,11 +322,10 @@ class _Walk:
         """Describe methods and constants of a class, which a program can assign, but not those that
         the object hides. Leave out classes of torch and of Python, whose versions ``environment``
         contains."""
-        if id(kind) in self._seen or _belongs_to(kind.__module__, "torch"):
+        if (kind, hidden) in self._kinds or belongs_to(kind.__module__, "torch"):
             return
-        self._seen[id(kind)] = len(self._seen)
-        self._alive.append(kind)
-        if _belongs_to(kind.__module__, "transformers", "dsv4_ops"):
+        self._kinds.add((kind, hidden))
+        if belongs_to(kind.__module__, "transformers", "dsv4_ops"):
             self._words.append(outline(kind, hidden))
             self._watch.add(vars(kind))
         else:
@@ -368,7 +375,7 @@ def outline(owner: type | ModuleType, left_out: tuple[str, ...] = ()) -> str:
             file, kinds = getattr(owner, "__file__", None), list(vars(owner).values())
             walk.add(None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest())
             kinds = [k for k in kinds if isinstance(k, type) and k.__module__ == owner.__name__]
-            owners = [] if _belongs_to(owner.__name__, "torch") else [owner, *kinds]
+            owners = [] if belongs_to(owner.__name__, "torch") else [owner, *kinds]
         for each in owners:
             if isinstance(each, type):
                 walk.add_names(each, (*_UNREAD_NAMES, *left_out))
@@ -398,7 +405,7 @@ def _word(value: Any) -> str | None:
     return None
 
 
-def _belongs_to(module: str, *packages: str) -> bool:
+def belongs_to(module: str, *packages: str) -> bool:
     """Whether a module is part of Python or of one of the packages."""
     top = module.partition(".")[0]
     return top in packages or top in sys.stdlib_module_names

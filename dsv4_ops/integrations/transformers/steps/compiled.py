@@ -28,7 +28,7 @@ from dsv4_ops.core.torch_compat import (
 from dsv4_ops.dispatch.run_time_launches import run_time_launches
 from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, Runner
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
-from dsv4_ops.integrations.transformers.compile_cache.calls import packed
+from dsv4_ops.integrations.transformers.compile_cache.calls import has_replaced_functions, packed
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     Part,
     PartsFile,
@@ -536,7 +536,7 @@ class CompiledStep:
 
     def _send_others(self, run: _Recorder, name: str) -> None:
         """Let other processes compile all missing parts but this one."""
-        if not (self._can_send() and self._processes.start()):
+        if not (self._can_send() and self._processes.are_allowed()):
             return
         assert self._file is not None
         jobs: dict[str, Job] = {}
@@ -551,7 +551,8 @@ class CompiledStep:
             except Exception as error:  # pickle passes on any error of an object's own methods
                 _log.info("%s is not sent to another process: %s", other, error)
         self._digests = digests  # keep no digest of a call with fake tensors
-        self._processes.send(jobs)
+        if jobs and self._processes.start():
+            self._processes.send(jobs)
 
     def _job(self, name: str, call: tuple[Any, ...]) -> Job:
         device, settings = self._patched.device, self._settings_of(name)
@@ -567,8 +568,10 @@ class CompiledStep:
         )
 
     def _can_send(self) -> bool:
-        """Whether other processes can compile parts. They have no process groups."""
-        return self.regional and self.settings["dynamic"] and not self._groups
+        """Whether other processes can compile parts. They have no process groups, and torch's own
+        functions."""
+        can = self.regional and self.settings["dynamic"] and not self._groups
+        return can and not has_replaced_functions()
 
     def _digest(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> str:
         """Describe a call. Leave out sizes if sizes are symbolic. ``plan.shared`` describes the

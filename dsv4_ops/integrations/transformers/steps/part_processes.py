@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ _SECONDS = 120
 """Maximum time to wait for a part. After this time, the caller compiles the part itself."""
 
 _Answer = Future[bytes | None]
+_Queue = SimpleQueue[tuple[Job, _Answer] | None]
 
 
 def num_processes(device: torch.device) -> int:
@@ -46,7 +48,8 @@ def num_processes(device: torch.device) -> int:
     TORCHINDUCTOR_COMPILE_THREADS is 1."""
     from dsv4_ops.lowering.workers import available_cores, compile_workers
 
-    if device.type != "cuda" or compile_workers() is None:
+    is_frozen = getattr(sys, "frozen", False)  # sys.executable is then no interpreter
+    if device.type != "cuda" or is_frozen or compile_workers() is None:
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     most = available_cores() // _CORES
@@ -66,7 +69,11 @@ class PartProcesses:
         self._device = device
         self._processes: list[subprocess.Popen[bytes]] | None = None
         self._answers: dict[str, _Answer] = {}
-        self._queue: SimpleQueue[tuple[Job, _Answer] | None] = SimpleQueue()
+        self._queue: _Queue = SimpleQueue()
+
+    def are_allowed(self) -> bool:
+        """Whether processes run or could start."""
+        return bool(self._processes) or num_processes(self._device) > 0
 
     def start(self) -> bool:
         """Start the processes, unless they run; they import torch in the background. Return whether
@@ -76,10 +83,11 @@ class PartProcesses:
             try:
                 for _ in range(num_processes(self._device)):
                     self._processes.append(_started())
-            except OSError as error:  # Python's path is unknown, or no memory is left
+                    args = self._processes[-1], self._queue
+                    Thread(target=_serve, args=args, daemon=True).start()
+            # Python's path is unknown, or there is no memory left for a process or a thread
+            except (OSError, TypeError, RuntimeError) as error:
                 _log.info("a process did not start: %s", error)
-            for each in self._processes:
-                Thread(target=self._serve, args=(each,), daemon=True).start()
         return bool(self._processes)
 
     def send(self, jobs: Mapping[str, Job]) -> None:
@@ -103,43 +111,53 @@ class PartProcesses:
         """End the processes."""
         for process in self._processes or ():
             self._queue.put(None)
-            process.kill()
+            _kill(process)
             process.wait()
         self._processes, self._queue = None, SimpleQueue()
         self._answers.clear()
 
-    def _serve(self, process: Any) -> None:
-        """Let a process compile jobs until ``close``, or until the process ends."""
-        queue, answer = self._queue, None
-        try:
-            pickle.load(process.stdout)  # the process is ready
-            while (entry := queue.get()) is not None:
-                job, answer = entry
-                if not answer.set_running_or_notify_cancel():
-                    continue
-                pickle.dump(job, process.stdin)
-                process.stdin.flush()
-                part, reason = pickle.load(process.stdout)
-                if reason:
-                    _log.info("no process compiled %s: %s", job.name, reason)
-                answer.set_result(part)
-        except Exception as error:
-            _log.info("a process has ended: %s: %s", type(error).__name__, error)
-            if answer is not None and answer.running():
-                answer.set_result(None)
-        finally:
-            with suppress(OSError):  # a pipe of a process that has ended
-                process.stdin.close()
-            process.stdout.close()
+
+def _serve(process: Any, queue: _Queue) -> None:
+    """Let a process compile jobs until ``close``, or until the process ends."""
+    answer = None
+    try:
+        pickle.load(process.stdout)  # the process is ready
+        while (entry := queue.get()) is not None:
+            job, answer = entry
+            if not answer.set_running_or_notify_cancel():
+                continue
+            pickle.dump(job, process.stdin)
+            process.stdin.flush()
+            part, reason = pickle.load(process.stdout)
+            if reason:
+                _log.info("no process compiled %s: %s", job.name, reason)
+            answer.set_result(part)
+    except Exception as error:
+        _log.info("a process has ended: %s: %s", type(error).__name__, error)
+        if answer is not None and answer.running():
+            answer.set_result(None)
+    finally:
+        with suppress(OSError):  # a pipe of a process that has ended
+            process.stdin.close()
+        process.stdout.close()
 
 
 def _started() -> subprocess.Popen[bytes]:
     # workers of its own would take longer to start than the few kernels of a part to compile
     workers = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM.format(sys.path)],
+        [sys.executable, "-c", _PROGRAM.format(list(map(str, sys.path)))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | workers,
+        start_new_session=True,
     )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and the C compiler that it may run."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
