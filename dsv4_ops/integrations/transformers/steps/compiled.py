@@ -120,7 +120,9 @@ def compile_step(
             default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
             graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
             the graph then calls our ops, which choose tiles by the real sizes as in eager mode.
-            Capture the step in CUDA graphs to hide the host time of these calls.
+            Capture the step in CUDA graphs to hide the host time of these calls. With
+            ``mode="regional"`` up to four other processes compile parts during the first step, if
+            there are 8 cores; DSV4_OPS_COMPILE_PROCESSES limits their number.
 
     Returns:
         A function that takes the batch, the cache and the keyword arguments of ``step``. The
