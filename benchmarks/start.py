@@ -43,7 +43,7 @@ class StartRow:
     phase: str
     layers: int
     seconds: float | None = None  # wall time of the phase
-    graphs: int | None = None  # graphs that the phase compiled
+    graphs: int | None = None  # graphs that this process compiled in the phase
     clock_ms: float | None = None  # median wall time of the step after the phase
     step_ms: float | None = None  # median time of that step in a CUDA graph
     token_ms: float | None = None  # time of one more token of ``generate``
@@ -243,8 +243,8 @@ def _graphs() -> int:
 
 
 _NOTES = (
-    "seconds: wall time of the first step of that size; graphs: number that it compiled. Only "
-    "Inductor's code is stored, so with another backend a warm start compiles again.",
+    "seconds: wall time of the first step of that size. graphs: number that this process compiled; "
+    "others compile more. With another backend than Inductor, a warm start compiles again.",
     "clock_ms: median wall time of later steps of that size, launched one by one.",
     "token_ms: time of one more token, from a call of twice as many tokens.",
     "step_ms: median over replays of a CUDA graph of the step; checked against the eager step.",

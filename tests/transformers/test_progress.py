@@ -60,7 +60,7 @@ def test_a_log_has_one_line(monkeypatch, tmp_path):
         logging.enable_progress_bar()
     line, step = shown()
     assert line == (
-        "dsv4_ops: compiling decode_step in 4 parts: about a minute on a GPU, several on a CPU; "
+        "dsv4_ops: compiling decode_step in 4 parts: up to a minute on a GPU, several on a CPU; "
         f"kept in {tmp_path}\n"
     )
     assert repr(step) == (

@@ -5,6 +5,8 @@ Invariants:
 - A part is found by a name that covers all that its trace read, except for numbers in tensors
   (``precompiled.environment`` and ``described``). A part runs only if the process can show that a
   new trace would give the same code; otherwise it is compiled again.
+- A part that another process compiles for a step is used only if both processes describe the call,
+  the settings and the environment alike; it is then stored like any other part.
 - A file is written beside its place and then renamed, so a reader sees the old file or the new one.
   Two processes that compile the same part write the same name; the last one wins.
 - A file begins with a digest of its content. A damaged file, or a file of other sources or

@@ -1,4 +1,4 @@
-"""Send the call of a part to another process of this program, without the numbers in its tensors.
+"""Serialise the call of a part for a process that compiles it, without the numbers in its tensors.
 
 The other process gets fake tensors, which need no memory. It gets the same modules, functions and
 constants, and the same tensors share memory. A function that another function made, such as the

@@ -1,4 +1,4 @@
-"""Parts of a step that another process compiled.
+"""Compile parts of a step, and store and load them.
 
 A stored part has the results of Dynamo, AOTAutograd and Inductor, as torch saves them for
 ``aot_compile``, but no guards of Dynamo. In place of guards, a part has a name, which

@@ -120,9 +120,10 @@ def compile_step(
             default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
             graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
             the graph then calls our ops, which choose tiles by the real sizes as in eager mode.
-            Capture the step in CUDA graphs to hide the host time of these calls. With
-            ``mode="regional"`` up to four other processes compile parts during the first step, if
-            there are 8 cores; DSV4_OPS_COMPILE_PROCESSES limits their number.
+            Capture the step in CUDA graphs to hide the host time of these calls. If parts
+            can be stored, no ranks share the model, and there are 8 cores, up to four other
+            processes compile parts during a first step on CUDA; DSV4_OPS_COMPILE_PROCESSES limits
+            their number.
 
     Returns:
         A function that takes the batch, the cache and the keyword arguments of ``step``. The
@@ -570,8 +571,8 @@ class CompiledStep:
         )
 
     def _can_send(self) -> bool:
-        """Whether other processes can compile parts. They have no process groups, and torch's own
-        functions."""
+        """Whether other processes can compile parts. They have no process groups, and call
+        torch's functions as torch defines them."""
         can = self.regional and self.settings["dynamic"] and not self._groups
         return can and not has_replaced_functions()
 

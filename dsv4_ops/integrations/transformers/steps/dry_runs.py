@@ -267,7 +267,11 @@ def padding(num_tokens: int, num_reqs: int, device: torch.device) -> StepBatch:
 
 class OncePerName:
     """A ``Runner`` that runs a part once per name and shapes. Later parts of the same name and
-    shapes get the same result."""
+    shapes get the same result.
+
+    Attributes:
+        calls: Function, arguments and keyword arguments of the first call of each part.
+    """
 
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}

@@ -25,7 +25,7 @@ class Job:
     Attributes:
         name: Name of the part.
         call: Function and arguments of the part, as ``calls.packed`` wrote them.
-        described: Description of the call.
+        described: Result of ``compiled.described_call``.
         settings: Settings of ``torch.compile``.
         environment: Result of ``precompiled.environment`` for these settings.
         device: Device of the step.
@@ -63,14 +63,14 @@ def compiled_part(job: Job) -> bytes:
         torch.cuda.set_device(job.device)
     with torch.no_grad(), compiled.traces_for_all_sizes():
         call = unpacked(job.call)
-        found = (
-            precompiled.environment(job.settings),
-            precompiled.state(job.device),
-            compiled.described_call(call),
-        )
-        for each, expected in zip(found, (job.environment, job.state, job.described), strict=True):
-            if each != expected:
-                raise RuntimeError(f"{each} is not {expected}")
+        found = {
+            "environment": precompiled.environment(job.settings),
+            "state": precompiled.state(job.device),
+            "described": compiled.described_call(call),
+        }
+        for name, each in found.items():
+            if each != getattr(job, name):
+                raise RuntimeError(f"{name} differs: {each} is not {getattr(job, name)}")
         with checks_are_done():
             made = precompiled.compiled(compiled.part_named(job.name), call, job.settings)
     if made is None:

@@ -1,7 +1,7 @@
 """Compile the parts of a step side by side, in processes of their own.
 
 A process costs seconds until it has imported torch, and a CUDA context on the GPU. So processes
-start only if a part is missing, and end with the first step.
+start only if a part is missing, and end with the step that started them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _Queue = SimpleQueue[tuple[Job, _Answer] | None]
 
 def num_processes(device: torch.device) -> int:
     """Return the number of processes that the machine and the GPU have space for, but at most
-    DSV4_OPS_COMPILE_PROCESSES. Return 0 without a GPU, on fewer than 8 cores, or if
-    TORCHINDUCTOR_COMPILE_THREADS is 1."""
+    DSV4_OPS_COMPILE_PROCESSES. Return 0 without a GPU, on fewer than 8 cores, in a frozen program,
+    or if TORCHINDUCTOR_COMPILE_THREADS is 1."""
     from dsv4_ops.lowering.workers import available_cores, compile_workers
 
     is_frozen = getattr(sys, "frozen", False)  # sys.executable is then no interpreter
@@ -91,15 +91,15 @@ class PartProcesses:
         return bool(self._processes)
 
     def send(self, jobs: Mapping[str, Job]) -> None:
-        """Send jobs by name; ``take`` returns their parts."""
-        for name, job in jobs.items():
-            self._answers[name] = _Answer()
-            self._queue.put((job, self._answers[name]))
+        """Send jobs by key; ``take`` returns their parts."""
+        for key, job in jobs.items():
+            self._answers[key] = _Answer()
+            self._queue.put((job, self._answers[key]))
 
-    def take(self, name: str) -> bytes | None:
+    def take(self, key: str) -> bytes | None:
         """Wait for a part, and return its bytes. Return None if no process has begun the part, or
-        if the process could not compile it."""
-        answer = self._answers.pop(name, None)
+        if the process could not compile it, has ended, or takes too long."""
+        answer = self._answers.pop(key, None)
         if answer is None or answer.cancel():
             return None
         try:

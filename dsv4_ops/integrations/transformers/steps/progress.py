@@ -49,7 +49,7 @@ class PartsBar:
         self._has_line = True
         parts = "" if num_parts in (None, 1) else f" in {num_parts} parts"
         kept = f"kept in {self._place}" if self._place and self.is_kept else "not kept"
-        takes = "about a minute on a GPU, several on a CPU"
+        takes = "up to a minute on a GPU, several on a CPU"
         text = f"dsv4_ops: compiling {self._title}{parts}: {takes}; {kept}"
         print(text, file=sys.stderr, flush=True)
 
