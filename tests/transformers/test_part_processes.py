@@ -1,5 +1,6 @@
 """Parts of a step that other processes compile."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pickle import PicklingError
 from types import SimpleNamespace
@@ -128,5 +129,9 @@ def test_the_number_of_processes(cores, free, count, monkeypatch):
     assert (num_processes(gpu), num_processes(CPU)) == (count, 0)
     monkeypatch.setenv("DSV4_OPS_COMPILE_PROCESSES", "1")
     assert num_processes(gpu) == min(count, 1)
+    for name, match in (("off", None), ("-1", "COMPILE_PROCESSES must be a number of processes")):
+        monkeypatch.setenv("DSV4_OPS_COMPILE_PROCESSES", name)
+        with pytest.raises(ValueError, match=match) if match else nullcontext():
+            assert num_processes(gpu) == 0
     monkeypatch.setattr(workers, "compile_workers", lambda: None)
     assert num_processes(gpu) == 0

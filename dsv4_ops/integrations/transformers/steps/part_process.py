@@ -7,10 +7,14 @@ it is ready, and one per job: the bytes of the part, or None and the reason.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import pickle
 import sys
+import time
 from dataclasses import dataclass
+from logging.handlers import BufferingHandler
+from threading import Thread
 from typing import Any
 
 _STEPS = "dsv4_ops.integrations.transformers.steps.compiled"
@@ -57,6 +61,9 @@ def compiled_part(job: Job) -> bytes:
     from dsv4_ops.integrations.transformers.compile_cache.calls import unpacked
     from dsv4_ops.integrations.transformers.steps import compiled
 
+    log, lines = logging.getLogger(precompiled.__name__), BufferingHandler(1000)
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
     kernel_files.agree_with_workers()
     torch.set_float32_matmul_precision(job.precision)
     if job.device.type == "cuda":
@@ -74,7 +81,7 @@ def compiled_part(job: Job) -> bytes:
         with checks_are_done():
             made = precompiled.compiled(compiled.part_named(job.name), call, job.settings)
     if made is None:
-        raise RuntimeError("the part cannot be saved")
+        raise RuntimeError(lines.buffer[-1].getMessage())
     return made[1]
 
 
@@ -85,8 +92,16 @@ def _answer(job: Job) -> tuple[bytes | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
     """Serve jobs. Other output goes to stderr, because answers use the standard output."""
+    # a parent that is killed in the middle of a job cannot end this process
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         for name in _MODULES:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.steps.part_process import Job
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _PROGRAM = (
     "import sys; sys.path[:] = {!r}; "
     "from dsv4_ops.integrations.transformers.steps.part_process import main; main()"
 )
+_VARIABLE = "DSV4_OPS_COMPILE_PROCESSES"
 _MOST = 4
 """Maximum number of processes. The released models have four kinds of layers."""
 _CORES = 4
@@ -53,8 +55,16 @@ def num_processes(device: torch.device) -> int:
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     most = available_cores() // _CORES
-    allowed = os.environ.get("DSV4_OPS_COMPILE_PROCESSES", "")
-    limit = int(allowed) if allowed.isdecimal() else _MOST
+    allowed = os.environ.get(_VARIABLE) or str(_MOST)
+    if allowed != "off" and not allowed.isdecimal():
+        raise argument_error(
+            "compile_step",
+            _VARIABLE,
+            must="be a number of processes, or off",
+            got=repr(allowed),
+            do="Set it to 0 for none, or unset it",
+        )
+    limit = 0 if allowed == "off" else int(allowed)
     return 0 if most < 2 else min(limit, _MOST, most, free // _BYTES)
 
 
@@ -92,6 +102,7 @@ class PartProcesses:
 
     def send(self, jobs: Mapping[str, Job]) -> None:
         """Send jobs by key; ``take`` returns their parts."""
+        _log.info("%d processes compile %d parts", len(self._processes or ()), len(jobs))
         for key, job in jobs.items():
             self._answers[key] = _Answer()
             self._queue.put((job, self._answers[key]))
@@ -133,7 +144,9 @@ def _serve(process: Any, queue: _Queue) -> None:
                 _log.info("no process compiled %s: %s", job.name, reason)
             answer.set_result(part)
     except Exception as error:
-        _log.info("a process has ended: %s: %s", type(error).__name__, error)
+        _log.info(
+            "process %d for parts has ended (%s: %s)", process.pid, type(error).__name__, error
+        )
         if answer is not None and answer.running():
             answer.set_result(None)
     finally:
