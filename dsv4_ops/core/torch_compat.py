@@ -59,6 +59,7 @@ __all__ = [
     "sym_min",
     "symmetric_workspace",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "timeout_of",  # ProcessGroup._get_backend(device).options._timeout: 2.11, 2.13
+    "unknown_sizes",
     "without_autocast",  # torch._C._ExcludeDispatchKeyGuard: 2.11, 2.13
     "without_kernel_table",  # torch._higher_order_ops.triton_kernel_wrap.kernel_side_table: 2.13
 ]
@@ -324,8 +325,28 @@ def redispatch(op: OpOverload, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     return op._handle.redispatch_boxed(keyset & after_autograd, *args, **kwargs)
 
 
+_UNKNOWN: ContextVar[bool] = ContextVar("unknown_sizes", default=False)
+
+
+@contextmanager
+def unknown_sizes() -> Iterator[None]:
+    """Let ``statically_known_true`` answer as in a trace with symbolic sizes, without a trace."""
+    token = _UNKNOWN.set(True)
+    try:
+        yield
+    finally:
+        _UNKNOWN.reset(token)
+
+
+@constant_in_traces
+def _are_unknown() -> bool:
+    return _UNKNOWN.get()
+
+
 def statically_known_true(condition: Any) -> bool:
     """Whether ``condition`` holds for all values of its symbols; adds no guard."""
+    if _are_unknown():
+        return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
 
     return statically_known_true(condition)

@@ -18,6 +18,7 @@ from dsv4_ops.integrations.transformers.compile_cache.calls import (
 )
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import environment, loaded, state
 from dsv4_ops.integrations.transformers.steps import compiled, part_processes
+from dsv4_ops.integrations.transformers.steps.compiled import structure_of_call
 from dsv4_ops.integrations.transformers.steps.part_process import Job, compiled_part
 from dsv4_ops.integrations.transformers.steps.part_processes import PartProcesses, num_processes
 from dsv4_ops.lowering import workers
@@ -48,6 +49,13 @@ def test_calls_arrive_as_they_were_sent(tmp_path):
     step._follow()
     calls = step._dry_runs.calls(step.model, cache.tensors, 1, 1, {})
     assert len(calls) == 5
+    (_, _, rest) = calls["DeepseekV3MLP"]
+    context = rest["dsv4_ops"]
+    # None is only for steps of one token per request, and the part serves all steps
+    assert context.step.decode_start_loc is not None
+    other = replace(context, step=replace(context.step, decode_start_loc=None))
+    structures = [structure_of_call((0, (), {"dsv4_ops": each})) for each in (context, other)]
+    assert structures[0] != structures[1]
     for call in calls.values():
         assert compiled.described_call(unpacked(packed(call))) == compiled.described_call(call)
 

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType, NoneType
 from typing import Any
@@ -264,7 +265,7 @@ class CompiledStep:
             start_workers()  # the first call will need the workers
         ranks = self._spec.parallel
         self._groups = groups_of(model, ranks)
-        self._processes = PartProcesses(model.device)
+        self._processes, self._sent = PartProcesses(model.device), dict[str, Any]()
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
@@ -522,7 +523,7 @@ class CompiledStep:
                 if is_first and done:
                     self._send_others(run, name)
                 content = self._processes.take(place)
-                if content is not None:
+                if content is not None and self._sent.pop(place) == structure_of_call(call):
                     part = loaded(content, globals(), f"{name} of another process")
                 if part is None:
                     with checks_are_done() if done else nullcontext():
@@ -544,18 +545,22 @@ class CompiledStep:
         assert self._file is not None
         jobs: dict[str, Job] = {}
         digests = dict(self._digests)
-        for other, call in run.calls().items():
-            if other == name:
-                continue
+        try:
+            calls = run.calls()
+        except Exception as error:  # only the dry run for another size passed
+            _log.info("no part is sent to another process: %s", error)
+            return
+        calls.pop(name, None)
+        for other, call in calls.items():
             try:
                 place = f"{other}/{self._digest(run.plan, other, call)}.0"
                 if self._kept.get(place) is None and self._file.find(place) is None:
                     jobs[place] = self._job(other, call)
-            except Exception as error:  # pickle passes on any error of an object's own methods
+                    self._sent[place] = structure_of_call(call)
+            # pickle passes on any error of an object's own methods
+            except Exception as error:  # noqa: PERF203 - there are seven parts
                 _log.info("%s is not sent to another process: %s", other, error)
-        # A dry run may pass one tensor twice where compiled metadata returns two tensors with equal
-        # numbers, so a part for one call serves the other. Keep no digest of a dry run's call.
-        self._digests = digests
+        self._digests = digests  # keep no digest of a dry run's call
         if jobs and self._processes.start():
             self._processes.send(jobs)
 
@@ -662,6 +667,25 @@ def described_call(
     function, args, rest = call
     leaves = [_form(each) for each in pytree.tree_leaves((args, rest))]
     return described([*shared, function, *leaves], watch)
+
+
+def structure_of_call(call: tuple[Any, ...]) -> Any:
+    """Return the arguments of a call, with the type of each tensor in its place. A dry run and
+    compiled metadata must give a part the same arguments; but where one passes a tensor twice, the
+    other may pass two tensors with equal numbers."""
+
+    def structure(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype, value.device, value.dim()
+        if is_dataclass(value):
+            return type(value), [structure(getattr(value, each.name)) for each in fields(value)]
+        if isinstance(value, (tuple, list)):
+            return type(value), [structure(each) for each in value]
+        if isinstance(value, dict):
+            return [(name, structure(each)) for name, each in value.items()]
+        return value if isinstance(value, (bool, int, float, str, NoneType)) else type(value)
+
+    return structure(call[1:])
 
 
 def _form(leaf: Any) -> Any:

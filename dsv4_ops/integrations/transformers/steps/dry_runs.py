@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsv4_ops.core.torch_compat import FakeTensorMode
+from dsv4_ops.core.torch_compat import FakeTensorMode, unknown_sizes
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import versions
 from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks, own_forward
 from dsv4_ops.integrations.transformers.steps.step import (
@@ -185,9 +185,9 @@ class DryRuns:
     def calls(
         self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
     ) -> dict[str, tuple[Any, ...]]:
-        """Return the function, arguments and keyword arguments of the first call of each part. The
-        tensors that the step computes are fake."""
-        return self._run(model, cache, num_tokens, num_reqs, rest, nullcontext())
+        """Return the function, arguments and keyword arguments of the first call of each part of a
+        step with symbolic sizes. The tensors that the step computes are fake."""
+        return self._run(model, cache, num_tokens, num_reqs, rest, unknown_sizes())
 
     def _run(
         self,
