@@ -1,7 +1,11 @@
 """Parts of a step that other processes compile."""
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from pickle import PicklingError
 from types import SimpleNamespace
 
@@ -25,6 +29,7 @@ from dsv4_ops.lowering import workers
 from dsv4_ops.testing.mla_checkpoint import write_mla_checkpoint
 from dsv4_ops.testing.models import small_mla_model
 
+SUPPORT = "import tests.support.once, tests.support.quick, tests.support.unprobed"
 SCALE = 2.0
 CPU, SETTINGS = torch.device("cpu"), {"fullgraph": True, "dynamic": True}
 READY = "import pickle; pickle.dump('ready', sys.stdout.buffer); sys.stdout.flush(); "
@@ -102,19 +107,16 @@ def test_this_process_compiles_what_no_process_can(program, monkeypatch):
     assert process.poll() is not None
 
 
-def test_processes_compile_all_parts_but_the_first(tmp_path, monkeypatch):
-    """Another step then loads all parts, and starts no process."""
-    monkeypatch.undo()  # conftest.py replaces a function that parts depend on
-    as_here = "import tests.support.once, tests.support.quick, tests.support.unprobed; from dsv4"
-    program = part_processes._PROGRAM.replace("from dsv4", as_here, 1)
-    monkeypatch.setattr(part_processes, "_PROGRAM", program)
-    monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(part_processes.Future, "cancel", lambda self: False)  # wait for imports
+def run_twice():
+    """Let a process compile all parts but the first; a second step loads all parts."""
     starts, start = [], part_processes._started
-    monkeypatch.setattr(part_processes, "num_processes", lambda _: 1)
-    monkeypatch.setattr(part_processes, "_started", lambda: starts.append(1) or start())
+    program = part_processes._PROGRAM.replace("from dsv4", f"{SUPPORT}; from dsv4", 1)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(part_processes, "_PROGRAM", program)
+    patch.setattr(part_processes.Future, "cancel", lambda self: False)  # wait for imports
+    patch.setattr(part_processes, "num_processes", lambda _: 1)
+    patch.setattr(part_processes, "_started", lambda: starts.append(1) or start())
     model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
-    counters.clear()
     for _ in range(2):
         cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
         rows = torch.tensor([cache.add(name, num_tokens=1) for name in "ab"]).int()
@@ -124,6 +126,14 @@ def test_processes_compile_all_parts_but_the_first(tmp_path, monkeypatch):
         torch.testing.assert_close(found, v4.decode_step(model, batch, cache))
         assert list(step.parts) == ["metadata", "DeepseekV3MLP", "norm", "head"]
         assert (counters["stats"]["unique_graphs"], starts) == (1, [1])
+
+
+def test_processes_compile_all_parts_but_the_first(tmp_path):
+    """This runs in a process of its own, because other tests change what parts depend on."""
+    program = f"{SUPPORT}; from {__name__} import run_twice; run_twice()"
+    environment = os.environ | {"DSV4_OPS_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    folder = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, cwd=folder)
 
 
 @pytest.mark.parametrize(
