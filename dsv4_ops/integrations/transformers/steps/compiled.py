@@ -523,7 +523,7 @@ class CompiledStep:
                 if is_first and done:
                     self._send_others(run, name)
                 content = self._processes.take(place)
-                if content is not None and self._sent.pop(place) == structure_of_call(call):
+                if content is not None and self._sent.pop(place, None) == structure_of_call(call):
                     part = loaded(content, globals(), f"{name} of another process")
                 if part is None:
                     with checks_are_done() if done else nullcontext():
