@@ -57,6 +57,7 @@ __all__ = [
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "sym_max",
     "sym_min",
+    "symbols_in_sizes",  # SymInt.node, ShapeEnv.create_symintnode: 2.11, 2.15
     "symmetric_workspace",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "timeout_of",  # ProcessGroup._get_backend(device).options._timeout: 2.11, 2.13
     "unknown_sizes",
@@ -350,6 +351,14 @@ def statically_known_true(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
 
     return statically_known_true(condition)
+
+
+def symbols_in_sizes(*tensors: torch.Tensor) -> list[torch.SymInt]:
+    """Return the symbols in the sizes and strides of tensors, each as a number of its own."""
+    numbers = [number for each in tensors for number in (*each.shape, *each.stride())]
+    nodes: list[Any] = [number.node for number in numbers if isinstance(number, torch.SymInt)]
+    shapes = {symbol: node.shape_env for node in nodes for symbol in node.expr.free_symbols}
+    return [shapes[each].create_symintnode(each, hint=None) for each in shapes]
 
 
 def symmetric_workspace(group: str, nbytes: int, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4_ops.core.torch_compat import symbols_in_sizes
 from dsv4_ops.core.types import MlaAttention
 from dsv4_ops.lowering.kinds import Choices
 from dsv4_ops.reference import mla as reference
@@ -102,7 +103,9 @@ def _attend_in_loop(
         return start + step, *state
 
     first = torch.zeros((), dtype=torch.int64, device=call.q.device)
-    operands: Any = (first, *running), (*tensors.values(), stop)
+    # Inductor cannot read a symbol from a size that is an expression, such as a sum
+    sizes = symbols_in_sizes(*tensors.values())
+    operands: Any = (first, *running), (*tensors.values(), *sizes, stop)
     states = while_loop_op(is_left, attend, *operands)
     return reference.Running(*states[1:])
 

@@ -134,6 +134,20 @@ def test_decode_of_two_query_tokens():
     assert lse[2, 0] == -math.inf
 
 
+def test_inductor_loops_over_keys_for_a_number_of_tokens_that_is_a_product():
+    """A layer that reshapes its tokens leaves such a number, and the loop reads both factors."""
+    q, cache, lens, requests, table, _ = worked_decode()
+    tensors = (torch.stack([q] * 5), cache, lens.repeat(5), requests.repeat(5), table)
+    settings = {"softmax_scale": 1.0, "block_size": 2, "kv_lora_rank": 1}
+
+    def decode(q, *rest):
+        return ops.mla_decode(q.flatten(0, 1), *rest, **settings).out
+
+    found = torch.compile(decode, fullgraph=True, dynamic=True)(*tensors)
+    torch.testing.assert_close(found.flatten()[:3], torch.tensor([4.0, 3.6, 0.0]))
+    torch.testing.assert_close(found, decode(*tensors))
+
+
 @pytest.mark.parametrize("value", [1e4, -1e4, 0.0])
 def test_logits_of_any_size_and_all_alike(value):
     """The keys fill one step of the loop, exceed it by one key, or exceed two steps by one."""
