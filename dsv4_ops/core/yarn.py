@@ -65,3 +65,12 @@ class YarnScaling:
         width = high - low if high != low else COLLAPSED_RAMP
         ramps = (min(max((pair - low) / width, 0.0), 1.0) for pair in range(rope_dim // 2))
         return [ramp / self.factor + 1 - ramp for ramp in ramps]
+
+
+def rounding_of_frequencies(theta: float, factor: float = 0.0) -> float:
+    """Return an upper limit of the relative errors of frequencies that are computed in float32.
+
+    The power amplifies the rounding error of its exponent, and YaRN amplifies the rounding error of
+    its weight ``1 - ramp``, by ``factor``. Devices round differently.
+    """
+    return 2.0**-23 * (abs(math.log(theta)) + factor + 8.0)

@@ -257,6 +257,14 @@ def test_a_model_of_the_released_rope_is_cast_to_float16():
         model(tokens()[:, :3], cache=new_cache(model))
 
 
+def test_a_model_may_be_made_on_a_device_that_rounds_differently():
+    """With YaRN's factor 40, frequencies computed on a GPU differ by several units in the last
+    place."""
+    model = small_mla_model(num_hidden_layers=1)
+    model.model.rotary_emb.inv_freq *= 1 + 40 * torch.finfo(torch.float32).eps
+    v4.patch(model, kv="fp32", precision="reference")
+
+
 @pytest.mark.parametrize("mode", ["regional", *nightly("regional steps", "whole")])
 def test_weights_that_change_are_absorbed_by_compiled_steps(mode):
     sizes = {"num_hidden_layers": 2}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.torch_compat import FakeTensor
+from dsv4_ops.core.yarn import rounding_of_frequencies
 from dsv4_ops.integrations.transformers.modules.replacement import (
     SOURCE,
     Maker,
@@ -27,10 +28,17 @@ _KNOWN = ("default", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class Rotary:
-    """Frequencies of the rotated pairs, and the scale of cosines and sines."""
+    """Frequencies of the rotated pairs, and the scale of cosines and sines.
+
+    Attributes:
+        frequencies: One per pair.
+        scaling: Factor of cosines and sines.
+        rounding: Upper limit of the relative error of the frequencies.
+    """
 
     frequencies: tuple[float, ...]
     scaling: float
+    rounding: float
 
     def table(self, num_positions: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """Return cosines and sines, [num_positions, 2 * pairs], float32.
@@ -76,7 +84,8 @@ def rotary_of(op: str, config: Any) -> Rotary:
             do="Set config.head_dim to qk_rope_head_dim",
             kind=NotImplementedError,
         )
-    return Rotary(tuple(frequencies), float(embedding.attention_scaling))
+    rounding = rounding_of_frequencies(parameters["rope_theta"], parameters.get("factor") or 0.0)
+    return Rotary(tuple(frequencies), float(embedding.attention_scaling), rounding)
 
 
 def softmax_scale(config: Any) -> float:
@@ -107,9 +116,10 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
     inv_freq = module.inv_freq.detach().cpu()
     if isinstance(inv_freq, FakeTensor):  # a dry run has no values
         return
-    # the model may have been cast to float16, in which low frequencies are subnormal
+    # the model may have been made on another device than ``want``, and cast to float16, in which
+    # low frequencies are subnormal
     info = torch.finfo(inv_freq.dtype)
-    bound = info.eps * (4 * want + info.smallest_normal)
+    bound = (2 * rotary.rounding + info.eps) * want + info.eps * info.smallest_normal
     same = inv_freq.shape == want.shape and float(module.attention_scaling) == rotary.scaling
     if not same or bool(((inv_freq.double() - want).abs() > bound).any()):
         raise argument_error(

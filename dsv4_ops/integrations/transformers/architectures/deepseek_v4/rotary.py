@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.core.errors import argument_error
-from dsv4_ops.core.yarn import YarnScaling
+from dsv4_ops.core.yarn import YarnScaling, rounding_of_frequencies
 
 _KNOWN = {"main": ("default",), "compress": ("default", "yarn")}
 """Supported RoPE types: "main" for window layers, "compress" for layers with a compressor."""
@@ -97,21 +96,16 @@ def _mistakes(rotary: Any, layers: LayerSpec) -> Iterator[tuple[str, dict[str, A
 
 
 def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | None:
-    """Return the first pair whose frequency differs from ours by more than rounding.
-
-    Hugging Face computes in float32. The power amplifies the rounding error of its exponent, and
-    YaRN amplifies the rounding error of its weight 1 - ramp. The model may also have been cast to
-    another dtype.
-    """
+    """Return the first pair whose frequency differs from ours by more than rounding. The model may
+    have been cast to another dtype."""
     yarn = layers.yarn if label == "compress" else None
     theta = layers.rope_theta if label == "main" else layers.compress_rope_theta
     slowdowns = yarn.slowdowns(layers.rope_dim, theta) if yarn else [1.0] * len(inv_freq)
     powers = [theta ** (-2 * pair / layers.rope_dim) for pair in range(len(inv_freq))]
     exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     ours = torch.tensor(powers, **exact) * torch.tensor(slowdowns, **exact)
-    steps = abs(math.log(theta)) + (yarn.factor if yarn else 0.0) + 8.0
     info = torch.finfo(inv_freq.dtype)
-    relative = torch.finfo(torch.float32).eps * steps + info.eps
+    relative = rounding_of_frequencies(theta, yarn.factor if yarn else 0.0) + info.eps
     bound = relative * ours + info.eps * info.smallest_normal
     different = ((inv_freq.double() - ours).abs() > bound).nonzero()
     return int(different[0]) if len(different) else None
