@@ -1,8 +1,9 @@
 """Benchmark how a process starts: the times of a model's first steps, and then of steps of other
 sizes; or the times of the first calls of ``generate``.
 
-Layers have the sizes of DeepSeek-V4-Flash in the released precision. Every start is a process. The
-cold start begins with empty folders of compiled code, and fills them for the warm starts.
+Layers have the sizes of DeepSeek-V4-Flash, or of V3, in the released precision. Every start is a
+process. The cold start begins with empty folders of compiled code, and fills them for the warm
+starts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from benchmarks.harness.options import chosen_device, size, sizes
 from benchmarks.harness.report import Report
-from benchmarks.harness.steps import flash_config, step_batch
+from benchmarks.harness.steps import flash_config, step_batch, v3_config
 from benchmarks.harness.timing import Capture, wait
 from benchmarks.run import BenchError, WrongResult
 from dsv4_ops.cli.options import bounded_int
@@ -51,6 +52,7 @@ class StartRow:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--model", choices=("flash", "v3"), default="flash", help="default: %(default)s")
     add("--layers", type=size, help="default: 20; 3 on a CPU")
     add("--prefills", type=sizes, help="tokens; default: 1000,517,1; 48,17,1 on a CPU")
     add("--batches", type=sizes, help="requests; default: 8,1,2,32; 2,1 on a CPU")
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
             name = f"warm {number}" if number else "cold"
             more = ["--files", files] if options.cache_file else []
             _follow(options, ["--child", name, *more], environment, output)
-    kind = "small layers" if small else "layers of Flash's sizes"
+    kind = "small layers" if small else f"layers of the sizes of {options.model}"
     output.finish(f"Starts of {options.layers} {kind}", *_NOTES)
 
 
@@ -109,8 +111,9 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
     import dsv4_ops.integrations.transformers as v4
     from dsv4_ops.testing.released_model import released_model
 
-    layers = options.layers
-    config = flash_config(layers, small=device.type == "cpu")
+    layers, small = options.layers, device.type == "cpu"
+    make = v3_config if options.model == "v3" else flash_config
+    config = make(layers, small=small)
     model = v4.patch(released_model(config, device=device))
 
     def row(phase: str, seconds: float, graphs: int, **times: float | None) -> StartRow:

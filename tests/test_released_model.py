@@ -1,6 +1,7 @@
 """``testing.released_model`` builds, without files, what ``load_quantized`` would load."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import with_methods
 from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns
 from dsv4_ops.integrations.transformers.steps.eager import EagerStep
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
+from dsv4_ops.testing.mla_checkpoint import MODELS, write_mla_checkpoint
 from dsv4_ops.testing.released_model import released_model, split_over
 from tests.helpers import NIGHTLY
 from tests.support.ranks import run_ranks
@@ -36,9 +38,12 @@ def kinds(model):
     return {name: (t.dtype, tuple(t.shape)) for name, t in model.state_dict().items()}
 
 
-def test_tensors_are_those_of_a_loaded_checkpoint(tmp_path):
-    loaded = v4.load_quantized(write_checkpoint(tmp_path))
-    made = released_model(TINY, device="cpu")
+@pytest.mark.parametrize("family", ["v4", *MODELS])
+def test_tensors_are_those_of_a_loaded_checkpoint(family, tmp_path):
+    write = write_checkpoint if family == "v4" else partial(write_mla_checkpoint, model=family)
+    loaded = v4.load_quantized(write(tmp_path))
+    config = TINY if family == "v4" else loaded.config.to_dict()
+    made = released_model(config, device="cpu")
     assert kinds(made) == kinds(loaded)
     modules = [type(module) for module in loaded.modules()]
     assert [type(module) for module in made.modules()] == modules
@@ -46,6 +51,8 @@ def test_tensors_are_those_of_a_loaded_checkpoint(tmp_path):
     computed = {name: t for name, t in loaded.named_buffers() if name not in loaded.state_dict()}
     for name, buffer in computed.items():
         assert torch.equal(made.get_buffer(name), buffer), name
+    logits = v4.patch(made)(torch.arange(3, 11)[None]).logits
+    assert 0.1 < float(logits.std()) < 10
 
 
 def test_seeds_decide_every_tensor():

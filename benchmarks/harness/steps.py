@@ -30,6 +30,21 @@ def flash_config(
     return config | ({**SMALL, "n_routed_experts": 8} if small else {}) | changed
 
 
+def v3_config(layers: int, *, small: bool = False) -> dict[str, Any]:
+    """Return the ``config.json`` of V3 with fewer layers; half of them, at most 3, are dense."""
+    import transformers
+
+    from dsv4_ops.testing.mla_checkpoint import random_model
+    from dsv4_ops.testing.models import MLA_YARN
+
+    changed: dict[str, Any] = {"num_hidden_layers": layers}
+    changed["first_k_dense_replace"] = min(3, layers // 2)
+    if small:
+        return dict(random_model("v3", **changed).config.to_dict())
+    changed |= {"rope_parameters": dict(MLA_YARN), "max_position_embeddings": 163840}
+    return dict(transformers.DeepseekV3Config(**changed).to_dict())
+
+
 def step_batch(
     counts: Sequence[int],
     lens: Sequence[int],

@@ -1,4 +1,5 @@
-"""Build DeepSeek-V4 of any size in the released precision, with random weights, on any device.
+"""Build DeepSeek-V4, V3.2, V3, V2 or GLM-5 of any size in the released precision, with random
+weights, on any device.
 
 The build reads and writes no checkpoint, and no temporary allocation exceeds one weight. The 43
 layers of Flash take 145 GiB, which is the size of their codes and scales. A GPU builds these layers
@@ -35,21 +36,23 @@ def released_model(
     seed: int = 0,
     distributed: Any = None,
 ) -> Any:
-    """Build Hugging Face's DeepSeek-V4 with FP8 linears and FP4 experts.
+    """Build Hugging Face's model of a ``config.json`` with FP8 linears, and with FP4 experts for V4
+    or FP8 experts for the others.
 
     Modules, names, shapes and dtypes are those of ``load_quantized``. Every tensor depends only on
     ``seed`` and on its name, so it is the same on all ranks and machines with the same kind of
     device.
 
     Args:
-        config: A ``config.json``, such as ``testing.checkpoint.FLASH`` with fewer layers.
+        config: A ``config.json``, such as ``testing.checkpoint.FLASH`` with fewer layers, or
+            ``DeepseekV3Config().to_dict()``.
         device: Device of the weights.
         seed: Seed of the weights.
         distributed: ``transformers.distributed.DistributedConfig``, such as ``split_over(2)``:
             Hugging Face's plans place the weights, and this process gets its part of each weight.
 
     Returns:
-        ``DeepseekV4ForCausalLM`` in evaluation mode, not patched.
+        The model, such as ``DeepseekV4ForCausalLM``, in evaluation mode, not patched.
     """
     from dsv4_ops.integrations.transformers.modules.replacement import is_split
 
@@ -117,25 +120,28 @@ def on_meta(config: Mapping[str, Any], not_quantized: Sequence[str] = NOT_QUANTI
     storage."""
     import transformers
 
-    settings = transformers.DeepseekV4Config.from_dict(dict(config))
+    settings = transformers.AutoConfig.for_model(**config)
     settings._attn_implementation = "eager"
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            model = transformers.DeepseekV4ForCausalLM(settings).eval().requires_grad_(False)
+            kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+            model = kind(settings).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
     return with_released_dtypes(keep_float32(model), not_quantized)
 
 
 def with_released_dtypes(model: Any, not_quantized: Sequence[str] = NOT_QUANTIZED) -> Any:
-    """Replace linear layers and experts by Hugging Face's modules for FP8 and FP4, with weights on
-    the meta device."""
+    """Replace linear layers and experts by Hugging Face's modules for FP8, or for FP4 experts of
+    V4, with weights on the meta device."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    settings = FineGrainedFP8Config(scale_fmt="ue8m0", expert_dtype="fp4")
+    is_v4 = model.config.model_type == "deepseek_v4"
+    of_v4 = {"scale_fmt": "ue8m0", "expert_dtype": "fp4"} if is_v4 else {}
+    settings = FineGrainedFP8Config(**of_v4)
     model = replace_with_fp8_linear(model, list(not_quantized), settings)
     model.config.quantization_config = settings
     return model
@@ -163,6 +169,9 @@ def _sampled(
         return _sampled_bytes(name, weight, generator)
     if not like.is_floating_point():
         return weight.zero_()
+    if name.endswith("scale_inv"):
+        bits = torch.randint(*_SCALES, like.shape, generator=generator, device=device)
+        return weight.copy_(torch.exp2(bits - 127.0))
     if name.endswith("norm.weight"):
         return weight.normal_(1.0, 0.1, generator=generator)
     return weight.normal_(
