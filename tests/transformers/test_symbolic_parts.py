@@ -12,7 +12,9 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.steps import compiled as compiled_steps
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
+from dsv4_ops.testing.mla_checkpoint import random_model
 from dsv4_ops.testing.models import SLIDING, small_dsa_model, small_mla_model, small_model
+from dsv4_ops.testing.released_model import released_model
 from tests.helpers import nightly
 from tests.support.hf_models import LENGTH, Engine, expected, new_cache, text
 
@@ -104,6 +106,18 @@ def test_a_second_process_traces_nothing(folder, fill, family, step):
     before = files(folder)
     assert ran(patched(family), step) == (0, parts)
     assert files(folder) == before
+
+
+@pytest.mark.parametrize(
+    "family", ["v3", *nightly("FP8 models share their linear layers", "v32", "glm5", "v2")]
+)
+def test_an_fp8_model_has_one_graph_for_all_sizes(folder, family):
+    """The slice of a linear layer's output does not depend on whether there is one token."""
+    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    config = random_model(family, **sizes).config.to_dict()
+    model = v4.patch(released_model(config, device="cpu"), precision="reference")
+    graphs, parts = ran(model, decode_step)
+    assert graphs == len(parts) == 5
 
 
 @pytest.mark.parametrize("step", [decode_step, *nightly("parts of prefills do too", prefill_step)])

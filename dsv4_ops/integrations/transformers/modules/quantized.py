@@ -315,8 +315,10 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
             out = _differentiable(rows, weight, scale, groups)
         else:
             out = product(recipe, impl, rows, weight, scale, groups)
-        out = out[..., : codes.shape[0]].reshape(*lead, -1).to(x.dtype)
-        return summed(self, out)
+        out = out[..., : codes.shape[0]]
+        # a graph of all sizes cannot reshape a slice without asking for the number of rows
+        out = out if x.dim() == 2 else out.reshape(*lead, -1)
+        return summed(self, out.to(x.dtype))
 
     return forward
 
