@@ -32,8 +32,10 @@ from dsv4_ops.cli.options import bounded_int
 
 _FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME")
 """Variables that name folders in which torch, Triton and dsv4_ops keep compiled code by default."""
-_MOST_ERROR = 0.05
-"""Maximum error of compiled logits, relative to the largest eager logit (in bfloat16)."""
+_MOST_ERROR, _MOST_TOKEN_ERROR = 0.05, 0.5
+"""Maximum error of compiled logits, relative to the norm of a token's eager logits (in bfloat16),
+as the median over tokens and for each token. Near ties of routers may fall differently."""
+_CHECKED = 5  # steps
 
 
 @dataclass(kw_only=True)
@@ -214,13 +216,18 @@ class Steps:
         return step_batch(counts, given[0], self.cache.device, given[1])
 
     def check(self, requests: int) -> None:
-        """Raise if the logits differ from those of an eager step of the same tokens."""
-        batch = self.batch([1] * requests)
-        expected = self.v4.decode_step(self.model, batch, self.cache)
-        difference = (self.decode(batch, self.cache) - expected).abs().max()
-        error = float(difference / expected.abs().max())
-        if not error < _MOST_ERROR:
-            raise WrongResult(f"start: a compiled decode of {requests} is off by {error:.3f}")
+        """Raise if the logits of steps differ from those of eager steps of the same tokens."""
+        found = []
+        for _ in range(_CHECKED):
+            batch = self.batch([1] * requests)
+            expected = self.v4.decode_step(self.model, batch, self.cache).float()
+            difference = self.decode(batch, self.cache).float() - expected
+            found.append(difference.norm(dim=1) / expected.norm(dim=1))
+        errors = torch.cat(found)
+        middle, most = float(errors.median()), float(errors.max())  # NaN if one is
+        if not (middle < _MOST_ERROR and most < _MOST_TOKEN_ERROR):
+            off = f"{middle:.3f}, a token by {most:.3f}"
+            raise WrongResult(f"start: a compiled decode of {requests} is off by {off}")
 
     def clock_ms(self, step: Callable[..., Any], counts: Sequence[int]) -> float:
         """Repeat the step at the same positions, and return its median wall time."""

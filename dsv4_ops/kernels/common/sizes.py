@@ -3,11 +3,13 @@
 Triton compiles a kernel again if an integer argument is 1, or a multiple of 16. The new kernel
 loads faster if the argument is a stride, or the bound of a mask along contiguous values. If the
 argument is a number of rows, the new kernel loads no faster, but a user would wait seconds for it
-when a batch size or a cache length is first 1 or a multiple of 16.
+when a batch size or a cache length is first 1 or a multiple of 16. Nor does an aligned address of a
+few numbers help, such as ``cu_seq_lens``, which may be any row of a table.
 """
 
 SIZES_BUT_TOKENS = (
     "capacity",
+    "cu_seq_lens",
     "extra_blocks",
     "extra_max_blocks",
     "extra_rows",
