@@ -66,5 +66,5 @@ size = bounded_int(1)
 
 
 def sizes(text: str) -> Sequence[int]:
-    """Parse ints of at least 1; return the distinct ints, sorted."""
-    return tuple(sorted({size(part) for part in text.split(",")}))
+    """Parse ints of at least 1; return the distinct ints in the given order."""
+    return tuple(dict.fromkeys(size(part) for part in text.split(",")))

@@ -57,7 +57,7 @@ __all__ = [
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "sym_max",
     "sym_min",
-    "symbols_in_sizes",  # SymInt.node, ShapeEnv.create_symintnode: 2.11, 2.15
+    "symbols_in_sizes",  # create_symintnode, deferred_runtime_asserts: 2.11, 2.15
     "symmetric_workspace",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "timeout_of",  # ProcessGroup._get_backend(device).options._timeout: 2.11, 2.13
     "unknown_sizes",
@@ -354,11 +354,17 @@ def statically_known_true(condition: Any) -> bool:
 
 
 def symbols_in_sizes(*tensors: torch.Tensor) -> list[torch.SymInt]:
-    """Return the symbols in the sizes and strides of tensors, each as a number of its own."""
+    """Return the symbols that occur in sizes and strides of tensors but are no size or stride, and
+    the symbols that limit them."""
     numbers = [number for each in tensors for number in (*each.shape, *each.stride())]
     nodes: list[Any] = [number.node for number in numbers if isinstance(number, torch.SymInt)]
-    shapes = {symbol: node.shape_env for node in nodes for symbol in node.expr.free_symbols}
-    return [shapes[each].create_symintnode(each, hint=None) for each in shapes]
+    found = {symbol: node.shape_env for node in nodes for symbol in node.expr.free_symbols}
+    for node in nodes:
+        found.pop(node.expr, None)
+    for symbol, shapes in list(found.items()):
+        for limit in shapes.deferred_runtime_asserts.get(symbol, ()):
+            found |= dict.fromkeys(limit.expr.free_symbols, shapes)
+    return [shapes.create_symintnode(symbol, hint=None) for symbol, shapes in found.items()]
 
 
 def symmetric_workspace(group: str, nbytes: int, device: torch.device) -> Any:

@@ -44,14 +44,19 @@ def _mla_prefill(
     )
     mask = torch.where(reference.visible(*bounds, num_k), 0.0, -torch.inf)  # in the default dtype
     width = max(int(q.shape[2]), int(v.shape[2]))
+    # two more rows, which are masked: Inductor compiles a graph for one row and one for more
     heads_first = [
-        pad(each.to(torch.float32), (0, width - each.shape[2])).transpose(0, 1)[None]
+        pad(each.to(torch.float32), (0, width - each.shape[2], 0, 0, 0, 2))
+        .transpose(0, 1)
+        .contiguous()[None]
         for each in (q, k, values)
     ]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *heads_first, attn_mask=mask.to(torch.float32), scale=softmax_scale
+        *heads_first,
+        attn_mask=pad(mask.to(torch.float32), (0, 2, 0, 2), value=-torch.inf),
+        scale=softmax_scale,
     )
-    out, lse = out[0].transpose(0, 1)[:, :, : v.shape[2]], lse[0].transpose(0, 1)
+    out, lse = out[0, :, :-2].transpose(0, 1)[:, :, : v.shape[2]], lse[0, :, :-2].transpose(0, 1)
     sees = (start < stop)[:, None]
     out = torch.where((of_k | of_v)[..., None], torch.nan, torch.where(sees[..., None], out, 0.0))
     return out.to(q.dtype), torch.where(of_k, torch.nan, torch.where(sees, lse, -torch.inf))

@@ -8,6 +8,7 @@ in seconds.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ def released_model(
 
     Args:
         config: A ``config.json``, such as ``testing.checkpoint.FLASH`` with fewer layers, or
-            ``DeepseekV3Config().to_dict()``.
+            ``DeepseekV3Config().to_dict()``. Without a ``model_type`` it is that of V4.
         device: Device of the weights.
         seed: Seed of the weights.
         distributed: ``transformers.distributed.DistributedConfig``, such as ``split_over(2)``:
@@ -120,7 +121,8 @@ def on_meta(config: Mapping[str, Any], not_quantized: Sequence[str] = NOT_QUANTI
     storage."""
     import transformers
 
-    settings = transformers.AutoConfig.for_model(**config)
+    given = {"model_type": "deepseek_v4", **copy.deepcopy(dict(config))}  # for_model changes it
+    settings = transformers.AutoConfig.for_model(**given)
     settings._attn_implementation = "eager"
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

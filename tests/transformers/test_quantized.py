@@ -321,10 +321,11 @@ def test_adapters_train_in_front_of_frozen_codes(patched, exact):
         layer, weight = (each.model.layers[0].self_attn.get_submodule(name) for each in models)
         with torch.enable_grad():
             ours, exactly = (values(*shape).float().requires_grad_() for _ in range(2))
-            layer(ours).square().sum().backward()
+            (out := layer(ours)).square().sum().backward()
             weight(exactly).square().sum().backward()
         assert error(ours.grad, exactly.grad) < 2 * ROUNDING
         assert layer.weight.grad is None
+        assert out.shape == layer(ours.detach()).shape == (*shape[:-1], out.shape[-1])
 
 
 def refused(model, kind, message):

@@ -738,10 +738,14 @@ def folder_of_parts() -> Path | None:
     If the variable is not set, return the folder ``dsv4_ops`` in the user's cache folder.
 
     Returns:
-        None if the variable is "off", if the folder in the user's cache folder cannot be made, or
-        if another user owns it or can write to it. A part from another user could run any code.
+        None if the variable is "off" or names a file, if the folder in the user's cache folder
+        cannot be made, or if another user owns it or can write to it. A part from another user
+        could run any code.
     """
     setting = os.environ.get("DSV4_OPS_CACHE", "")
+    if setting and Path(setting).is_file():
+        _log.warning("no part is kept: DSV4_OPS_CACHE is a file, %s, not a folder", setting)
+        return None
     if setting:
         return None if setting == "off" else Path(setting)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -316,8 +316,8 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
         else:
             out = product(recipe, impl, rows, weight, scale, groups)
         out = out[..., : codes.shape[0]]
-        # a graph of all sizes cannot reshape a slice without asking for the number of rows
-        out = out if x.dim() == 2 else out.reshape(*lead, -1)
+        # a graph for all sizes cannot reshape a slice without a guard on the number of rows
+        out = out if out.dim() == x.dim() == 2 else out.reshape(*lead, len(codes) // groups)
         return summed(self, out.to(x.dtype))
 
     return forward
@@ -348,7 +348,8 @@ def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) ->
     """Multiply bf16 activations by FP8 weights with torch ops, because adapters need a gradient."""
     values = weight_values(weight, scale).unflatten(0, (groups, -1))
     inputs = rows.float().view(-1, groups, rows.shape[-1])
-    return torch.einsum("tgk,gnk->tgn", inputs, values).to(rows.dtype)
+    out = torch.einsum("tgk,gnk->tgn", inputs, values).to(rows.dtype)
+    return out if groups > 1 else out.squeeze(1)
 
 
 def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:

@@ -152,7 +152,8 @@ def compile_step(
     op = "compile_step"
     spec = spec_of(op, model)
     checks = Checks(op)
-    checks.one_of("mode", mode, "auto", "whole", "regional", belongs_to="the step is made of")
+    modes = ("auto", "whole", "regional")
+    checks.one_of("mode", mode, *modes, belongs_to="suits the model; auto chooses it")
     if not any(step is each for each in PARTS):
         raise argument_error(
             op,

@@ -70,6 +70,15 @@ def rotary_of(op: str, config: Any) -> Rotary:
             do="Other RoPE types depend on the length of a request",
             kind=NotImplementedError,
         )
+    theta = parameters["rope_theta"]
+    if not theta > 0:
+        raise argument_error(
+            op,
+            "config.rope_parameters",
+            must="have a rope_theta above 0",
+            got=theta,
+            do="Take the released configuration",
+        )
     classes, prefix = modelling(config.model_type)
     kind = getattr(classes, f"{prefix}RotaryEmbedding")
     with torch.device("cpu"):
@@ -84,7 +93,8 @@ def rotary_of(op: str, config: Any) -> Rotary:
             do="Set config.head_dim to qk_rope_head_dim",
             kind=NotImplementedError,
         )
-    rounding = rounding_of_frequencies(parameters["rope_theta"], parameters.get("factor") or 0.0)
+    factor = parameters["factor"] if rope_type == "yarn" else 0.0
+    rounding = rounding_of_frequencies(theta, factor)
     return Rotary(tuple(frequencies), float(embedding.attention_scaling), rounding)
 
 
@@ -119,7 +129,7 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
     # the model may have been made on another device than ``want``, and cast to float16, in which
     # low frequencies are subnormal
     info = torch.finfo(inv_freq.dtype)
-    bound = (2 * rotary.rounding + info.eps) * want + info.eps * info.smallest_normal
+    bound = (2 * rotary.rounding + 4 * info.eps) * want + info.eps * info.smallest_normal
     same = inv_freq.shape == want.shape and float(module.attention_scaling) == rotary.scaling
     if not same or bool(((inv_freq.double() - want).abs() > bound).any()):
         raise argument_error(
