@@ -253,8 +253,8 @@ def _graphs() -> int:
 
 
 _NOTES = (
-    "seconds: wall time of the first step of that size. graphs: number that this process compiled; "
-    "others compile more. With another backend than Inductor, a warm start compiles again.",
+    "seconds: wall time of the phase. graphs: number that this process compiled; on a GPU, others "
+    "compile some, too. With another backend than Inductor, a warm start compiles again.",
     "clock_ms: median wall time of later steps of that size, launched one by one.",
     "token_ms: time of one more token, from a call of twice as many tokens.",
     "step_ms: median over replays of a CUDA graph of the step; checked against the eager step.",
