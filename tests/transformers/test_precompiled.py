@@ -446,7 +446,10 @@ def test_a_folder_of_parts(tmp_path, capsys, monkeypatch):
 def test_where_parts_are_kept(tmp_path, monkeypatch):
     """Parts are in the user's cache folder, but not in a folder that other users can write to."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    for setting, expected in (("off", None), (str(tmp_path), tmp_path)):
+    (tmp_path / "a file").touch()
+    for setting, expected in (
+        ("off", None), (str(tmp_path), tmp_path), (str(tmp_path / "a file"), None)
+    ):  # fmt: skip
         monkeypatch.setenv("DSV4_OPS_CACHE", setting)
         assert folder_of_parts() == expected
     monkeypatch.delenv("DSV4_OPS_CACHE")
@@ -456,7 +459,6 @@ def test_where_parts_are_kept(tmp_path, monkeypatch):
     folder.chmod(0o777)
     assert folder_of_parts() is None
     folder.chmod(0o700)
-    (tmp_path / "a file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
     assert folder_of_parts() is None
     monkeypatch.delenv("XDG_CACHE_HOME")
