@@ -85,21 +85,19 @@ def test_the_next_process_asks_for_no_kernels_of_a_step_that_ran(step, monkeypat
     assert len(list(tmp_path.glob("dsv4_ops-*"))) == 1
 
 
-@pytest.mark.parametrize("rest", [{}, {"has_context": False}])
-def test_other_sizes_are_compiled_after_the_first(rest, step, monkeypatch, tmp_path):
+def test_other_sizes_are_compiled_after_the_first(step, monkeypatch, tmp_path):
     """The process that compiled the first size requests the others, later ones do not."""
     model, cache, workers, _ = step
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(precompile, "requests", lambda submit: submit(len, "") and nullcontext())
     for _ in range(2):
         requests = dry_runs.DryRuns(prefill_step)
-        requests.request_others(model, cache, rest)
-        requests.request_kernels(model, cache, 60, 2, rest)
+        requests.request_others(model, cache, {})
+        requests.request_kernels(model, cache, 60, 2, {})
         for _ in range(2):
-            requests.request_others(model, cache, rest)
+            requests.request_others(model, cache, {})
         requests.ran()
-        others = len(dry_runs.OTHERS[prefill_step]) + len(rest)  # a later chunk has a context
-        assert workers.urgent == [True] + [False] * others
+        assert workers.urgent == [True] + [False] * len(dry_runs.OTHERS[prefill_step])
     assert len(list(tmp_path.glob("dsv4_ops-*"))) == 1
 
 

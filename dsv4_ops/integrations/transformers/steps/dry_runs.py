@@ -172,18 +172,14 @@ class DryRuns:
 
     def request_others(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
         """Let workers compile the kernels of steps of other sizes (``OTHERS``), while this process
-        traces the first step. If this step has no contexts, they also compile the kernels of a step
-        with contexts. If the first step needs no new kernel, do nothing: an earlier process has
-        then compiled the kernels of the other sizes too."""
+        traces the first step. If the first step needs no new kernel, do nothing: an earlier process
+        has then compiled the kernels of the other sizes too."""
         if self._has_jobs and not self._has_asked_others:
             self._has_asked_others = True
             marks = list(self._marks)
             for tokens in OTHERS[self.step]:
                 requests = tokens if self.step is decode_step else 1
                 self.request_kernels(model, cache, tokens, requests, rest, urgent=False)
-            if rest.get("has_context") is False and not self.has_requested({}):
-                # the next chunk of a prompt has a context
-                self.request_kernels(model, cache, tokens, requests, {}, urgent=False)
             self._marks = marks  # no step of these sizes ran, so kernels may be missing
 
     def calls(
